@@ -1,0 +1,283 @@
+"""Scenario generation: seeded, and aimed at the places where schedulers go wrong.
+
+A scenario is a function of ``(seed, index)`` and of what the revision lacks, nothing else, so that
+any scenario of any run can be made again by itself.
+
+What is aimed at: pools that are a little too small, prefixes that are shared while active, while
+inactive, and when partly evicted, prompts longer than the budget, resumes, self-preemption,
+priorities, aborts, cache resets, and the edges of the watermark and of ``max_model_len``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+
+from mustfit_spec import Config, NewRequest, Operation, Scenario
+from mustfit_spec.kv_cache_manager import cdiv
+
+STEP = Operation(op="step")
+#: More steps than this say little that fewer don't.
+MAX_STEPS = 48
+
+
+def scenarios(
+    *, seed: int, count: int, lacks: frozenset[str] = frozenset(), start: int = 0
+) -> Iterator[Scenario]:
+    """``count`` scenarios, from the ``start``-th of this seed on."""
+    for index in range(start, start + count):
+        yield scenario(seed=seed, index=index, lacks=lacks)
+
+
+def scenario(*, seed: int, index: int, lacks: frozenset[str] = frozenset()) -> Scenario:
+    """The ``index``-th scenario of a seed.
+
+    Args:
+        seed: Any whole number.
+        index: Counted from 0.
+        lacks: Configuration fields that have to keep their defaults (``Scheduler.lacks``).
+    """
+    return _Generator(Random(f"mustfit/{seed}/{index}"), lacks).scenario(f"{seed}/{index}")  # noqa: S311
+
+
+class _Generator:
+    """Draws one scenario. Probabilities are tuned by ``tests/test_mutants.py``."""
+
+    def __init__(self, random: Random, lacks: frozenset[str]) -> None:
+        self.random = random
+        self.lacks = lacks
+        self.block_size = random.choice((1, 2, 2, 3, 4, 4, 4, 5, 8))
+        self.next_token = 100
+
+    def maybe(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def between(self, low: int, high: int) -> int:
+        return self.random.randint(low, max(low, high))
+
+    def scenario(self, scenario_id: str) -> Scenario:
+        requests = self.requests()
+        config = self.config(requests)
+        return Scenario(
+            scenario_id=scenario_id,
+            config=config,
+            requests=requests,
+            operations=self.operations(config, requests),
+        )
+
+    # --- Requests -----------------------------------------------------------------------------
+
+    def fresh(self, length: int) -> tuple[int, ...]:
+        """Tokens that no other request has."""
+        tokens = tuple(range(self.next_token, self.next_token + length))
+        self.next_token += length
+        return tokens
+
+    def length(self, most_blocks: int) -> int:
+        """A length in tokens, near a block's end as often as not."""
+        blocks = self.between(0, most_blocks)
+        edge = self.random.choice((-1, 0, 0, 1, self.between(0, self.block_size)))
+        return max(1, blocks * self.block_size + edge)
+
+    def requests(self) -> tuple[NewRequest, ...]:
+        number = self.random.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, 6))
+        stems = [self.fresh(self.length(4)) for _ in range(self.random.choice((1, 1, 2)))]
+        sharing = self.random.choice((0.0, 0.4, 0.8))
+        arrivals = self.random.choice((1, 3, 20))
+        ids = [f"r{i}" for i in range(number)]
+        if self.maybe(0.2):
+            self.random.shuffle(ids)
+        made: list[NewRequest] = []
+        for request_id in ids:
+            made.append(self.request(request_id, stems, made, sharing, arrivals))
+        return tuple(made)
+
+    def request(
+        self,
+        request_id: str,
+        stems: list[tuple[int, ...]],
+        earlier: list[NewRequest],
+        sharing: float,
+        arrivals: int,
+    ) -> NewRequest:
+        prompt = self.prompt(stems, earlier, sharing)
+        sampled = self.sampled(earlier)
+        ends: dict[str, Any] = {}
+        if self.maybe(0.2):
+            ends["max_tokens"] = self.between(1, len(sampled))
+        limit = ends.get("max_tokens", len(sampled))
+        if self.maybe(0.15):
+            ends["min_tokens"] = self.between(1, limit)
+        if self.maybe(0.12):
+            ends["eos_token_id"] = self.random.choice(sampled[: limit + 1])
+        if self.maybe(0.08):
+            ends["stop_token_ids"] = (self.random.choice(sampled[: limit + 1]),)
+        return NewRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampled_token_ids=sampled,
+            priority=self.between(0, 2),
+            arrival_time=self.between(0, arrivals - 1),
+            **ends,
+        )
+
+    def prompt(
+        self, stems: list[tuple[int, ...]], earlier: list[NewRequest], sharing: float
+    ) -> tuple[int, ...]:
+        if not self.maybe(sharing):
+            return self.fresh(self.length(5))
+        if earlier and self.maybe(0.5):
+            before = self.random.choice(earlier)
+            if self.maybe(0.4):
+                return before.prompt_token_ids
+            # The next turn of a conversation: the earlier prompt, and some of what was sampled.
+            turn = before.prompt_token_ids + before.sampled_token_ids
+            return turn[: self.between(1, len(turn))] + self.fresh(self.length(2))
+        stem = self.random.choice(stems)
+        return stem[: self.between(1, len(stem))] + self.fresh(self.between(0, self.length(2)))
+
+    def sampled(self, earlier: list[NewRequest]) -> tuple[int, ...]:
+        if earlier and self.maybe(0.3):
+            return self.random.choice(earlier).sampled_token_ids
+        return self.fresh(self.length(3))
+
+    # --- Configuration ------------------------------------------------------------------------
+
+    def config(self, requests: tuple[NewRequest, ...]) -> Config:
+        chunked = self.maybe(0.85)
+        max_model_len = self.max_model_len(requests)
+        budget = self.budget(requests)
+        if not chunked:
+            budget = max(budget, max_model_len)
+        max_num_seqs = min(budget, self.between(1, len(requests) + 1))
+        num_gpu_blocks = self.num_gpu_blocks(requests, max_model_len)
+        fields: dict[str, Any] = {
+            "num_gpu_blocks": num_gpu_blocks,
+            "block_size": self.block_size,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": budget,
+            "enable_chunked_prefill": chunked,
+            "enable_prefix_caching": self.maybe(0.85),
+            "policy": "priority" if self.maybe(0.4) else "fcfs",
+            "scheduler_reserve_full_isl": self.maybe(0.7),
+        }
+        if self.maybe(0.3):
+            fields["long_prefill_token_threshold"] = self.between(
+                1, min(max_model_len, 2 * self.block_size)
+            )
+            fields["long_prefill_token_threshold_adaptive"] = self.maybe(0.4)
+        if self.maybe(0.15):
+            fields["max_num_scheduled_tokens"] = self.between(1, budget + 2)
+        if self.maybe(0.15):
+            fields["max_num_active_seqs"] = self.between(1, max_num_seqs)
+        if self.maybe(0.3):
+            fields["watermark"] = self.watermark(num_gpu_blocks)
+        if self.maybe(0.25):
+            fields["num_lookahead_tokens"] = self.between(1, 2 * self.block_size)
+        return Config(**{k: v for k, v in fields.items() if k not in self.lacks})
+
+    def max_model_len(self, requests: tuple[NewRequest, ...]) -> int:
+        totals = [len(r.prompt_token_ids) + r.output_limit for r in requests]
+        if self.maybe(0.6):
+            return max(*totals, 2) + self.between(0, 3)
+        one = self.random.choice(requests)
+        prompt = len(one.prompt_token_ids)
+        edge = self.random.choice(
+            (
+                prompt + self.between(1, one.output_limit),
+                prompt + one.output_limit - 1,
+                prompt + 1,
+                prompt,
+                prompt - 1,
+            )
+        )
+        return max(2, edge)
+
+    def budget(self, requests: tuple[NewRequest, ...]) -> int:
+        prompts = [len(r.prompt_token_ids) for r in requests]
+        return max(
+            1,
+            self.random.choice(
+                (
+                    sum(prompts) + len(prompts),
+                    max(prompts) + self.between(-1, 2),
+                    self.random.choice(prompts) + self.between(-1, 1),
+                    self.block_size * self.between(1, 4) + self.between(-1, 1),
+                    self.between(1, 8),
+                )
+            ),
+        )
+
+    def num_gpu_blocks(self, requests: tuple[NewRequest, ...], max_model_len: int) -> int:
+        """A pool that some of the requests just fit in, or just don't; the null block on top."""
+        whole = [self.blocks(len(r.prompt_token_ids) + r.output_limit) for r in requests]
+        prompts = [self.blocks(len(r.prompt_token_ids)) for r in requests]
+        some = self.random.sample(whole, self.between(1, len(whole)))
+        size = self.random.choice(
+            (
+                sum(some) + self.between(-2, 1),
+                sum(prompts) + self.between(-1, 1),
+                max(whole) + self.between(-1, 3),
+                max(whole) + self.between(-1, 3),
+                self.blocks(max_model_len) + self.between(0, 2),
+                sum(whole) + 2,
+            )
+        )
+        return 1 + max(1, size)
+
+    def blocks(self, num_tokens: int) -> int:
+        return cdiv(num_tokens, self.block_size)
+
+    def watermark(self, num_gpu_blocks: int) -> float:
+        """A share that keeps one, two or three blocks free, by a hair or amply."""
+        blocks = self.between(1, 3)
+        return min(0.9, round((blocks + self.random.choice((0.0, 0.5))) / num_gpu_blocks, 4))
+
+    # --- Operations ---------------------------------------------------------------------------
+
+    def operations(self, config: Config, requests: tuple[NewRequest, ...]) -> tuple[Operation, ...]:
+        gap = self.random.choice((0, 0, 1, 3, 8))
+        operations: list[Operation] = []
+        for request in requests:
+            operations.append(Operation(op="add", request_id=request.request_id))
+            operations += [STEP] * self.between(0, gap)
+        operations += [STEP] * self.steps(config, requests)
+        if self.maybe(0.2):
+            for _ in range(self.between(1, 2)):
+                self.insert(
+                    operations,
+                    Operation(op="abort", request_id=self.random.choice(requests).request_id),
+                )
+        if self.maybe(0.2):
+            for _ in range(self.between(1, 2)):
+                self.insert(
+                    operations,
+                    Operation(op="reset_prefix_cache", reset_running_requests=self.maybe(0.5)),
+                )
+        return _cut(operations)
+
+    def steps(self, config: Config, requests: tuple[NewRequest, ...]) -> int:
+        """About as many as it takes for all to end, if all goes well; sometimes twice that."""
+        outputs = sum(r.output_limit for r in requests)
+        chunks = sum(
+            cdiv(len(r.prompt_token_ids), config.max_num_batched_tokens) for r in requests
+        )
+        return int((chunks + outputs) * self.random.choice((0.5, 1.0, 2.0))) + 1
+
+    def insert(self, operations: list[Operation], operation: Operation) -> None:
+        operations.insert(self.between(0, len(operations) - 1), operation)
+
+
+def _cut(operations: list[Operation]) -> tuple[Operation, ...]:
+    """The operations up to the last step allowed."""
+    kept: list[Operation] = []
+    steps = 0
+    for operation in operations:
+        steps += operation.op == "step"
+        if steps > MAX_STEPS:
+            break
+        kept.append(operation)
+    return tuple(kept)

@@ -12,11 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 
 from mustfit_spec import Config, NewRequest, Operation, Scenario
 from mustfit_spec.kv_cache_manager import cdiv
+
+#: What a scenario is like. ``crowd``: many short requests at once, so that one preempts several
+#: others and budgets are shared. ``long-and-short``: a long prompt computed in large chunks while
+#: short requests take the blocks it will need.
+Shape = Literal["mixed", "crowd", "long-and-short"]
 
 STEP = Operation(op="step")
 #: More steps than this say little that fewer don't.
@@ -50,6 +55,7 @@ class _Generator:
         self.lacks = lacks
         self.block_size = random.choice((1, 2, 2, 3, 4, 4, 4, 5, 8))
         self.next_token = 100
+        self.shape: Shape = random.choices(("mixed", "crowd", "long-and-short"), (6, 2, 2))[0]
 
     def maybe(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -82,7 +88,8 @@ class _Generator:
         return max(1, blocks * self.block_size + edge)
 
     def requests(self) -> tuple[NewRequest, ...]:
-        number = self.random.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, 6))
+        few = (1, 2, 2, 3, 3, 3, 4, 4, 5, 6)
+        number = self.random.choice(few if self.shape == "mixed" else (3, 4, 5, 6))
         stems = [self.fresh(self.length(4)) for _ in range(self.random.choice((1, 1, 2)))]
         sharing = self.random.choice((0.0, 0.4, 0.8))
         arrivals = self.random.choice((1, 3, 20))
@@ -102,8 +109,14 @@ class _Generator:
         sharing: float,
         arrivals: int,
     ) -> NewRequest:
-        prompt = self.prompt(stems, earlier, sharing)
+        prompt = self.shaped_prompt(stems, earlier, sharing)
         sampled = self.sampled(earlier)
+        priority = self.between(0, 2)
+        if self.shape == "crowd":
+            sampled += self.fresh(self.between(1, 2 * self.block_size))
+            if arrivals > 1:
+                # The later, the better: victims then stand in front of those they make room for.
+                priority = -len(earlier)
         ends: dict[str, Any] = {}
         if self.maybe(0.2):
             ends["max_tokens"] = self.between(1, len(sampled))
@@ -118,10 +131,19 @@ class _Generator:
             request_id=request_id,
             prompt_token_ids=prompt,
             sampled_token_ids=sampled,
-            priority=self.between(0, 2),
+            priority=priority,
             arrival_time=self.between(0, arrivals - 1),
             **ends,
         )
+
+    def shaped_prompt(
+        self, stems: list[tuple[int, ...]], earlier: list[NewRequest], sharing: float
+    ) -> tuple[int, ...]:
+        if self.shape == "mixed":
+            return self.prompt(stems, earlier, sharing)
+        if self.shape == "long-and-short" and not earlier:
+            return self.fresh(self.length(8) + 2 * self.block_size)
+        return self.prompt(stems, earlier, sharing / 2)[: self.length(1)]
 
     def prompt(
         self, stems: list[tuple[int, ...]], earlier: list[NewRequest], sharing: float
@@ -132,6 +154,9 @@ class _Generator:
             before = self.random.choice(earlier)
             if self.maybe(0.4):
                 return before.prompt_token_ids
+            if self.maybe(0.15):
+                # The same blocks behind another one: not the same content.
+                return self.fresh(self.block_size) + before.prompt_token_ids
             # The next turn of a conversation: the earlier prompt, and some of what was sampled.
             turn = before.prompt_token_ids + before.sampled_token_ids
             return turn[: self.between(1, len(turn))] + self.fresh(self.length(2))
@@ -149,9 +174,12 @@ class _Generator:
         chunked = self.maybe(0.85)
         max_model_len = self.max_model_len(requests)
         budget = self.budget(requests)
+        if self.shape == "crowd":
+            budget += len(requests)
         if not chunked:
             budget = max(budget, max_model_len)
-        max_num_seqs = min(budget, self.between(1, len(requests) + 1))
+        fewest = 1 if self.shape == "mixed" else len(requests)
+        max_num_seqs = min(budget, self.between(fewest, len(requests) + 1))
         num_gpu_blocks = self.num_gpu_blocks(requests, max_model_len)
         fields: dict[str, Any] = {
             "num_gpu_blocks": num_gpu_blocks,
@@ -161,19 +189,23 @@ class _Generator:
             "max_num_batched_tokens": budget,
             "enable_chunked_prefill": chunked,
             "enable_prefix_caching": self.maybe(0.85),
-            "policy": "priority" if self.maybe(0.4) else "fcfs",
-            "scheduler_reserve_full_isl": self.maybe(0.7),
+            "policy": "priority" if self.maybe(0.7 if self.shape == "crowd" else 0.4) else "fcfs",
+            "scheduler_reserve_full_isl": self.maybe(0.4 if self.shape != "mixed" else 0.7),
         }
-        if self.maybe(0.3):
+        if self.maybe(0.8 if self.shape == "long-and-short" else 0.3):
             fields["long_prefill_token_threshold"] = self.between(
-                1, min(max_model_len, 2 * self.block_size)
+                1, min(max_model_len, 3 * self.block_size)
             )
             fields["long_prefill_token_threshold_adaptive"] = self.maybe(0.4)
-        if self.maybe(0.15):
-            fields["max_num_scheduled_tokens"] = self.between(1, budget + 2)
-        if self.maybe(0.15):
+        if self.maybe(0.4 if self.shape == "crowd" else 0.15):
+            fields["max_num_scheduled_tokens"] = (
+                self.between(2, len(requests))
+                if self.shape == "crowd"
+                else self.between(1, budget + 2)
+            )
+        if self.maybe(0.05 if self.shape == "crowd" else 0.15):
             fields["max_num_active_seqs"] = self.between(1, max_num_seqs)
-        if self.maybe(0.3):
+        if self.maybe(0.15 if self.shape == "crowd" else 0.3):
             fields["watermark"] = self.watermark(num_gpu_blocks)
         if self.maybe(0.25):
             fields["num_lookahead_tokens"] = self.between(1, 2 * self.block_size)
@@ -181,7 +213,7 @@ class _Generator:
 
     def max_model_len(self, requests: tuple[NewRequest, ...]) -> int:
         totals = [len(r.prompt_token_ids) + r.output_limit for r in requests]
-        if self.maybe(0.6):
+        if self.maybe(0.6 if self.shape == "mixed" else 0.85):
             return max(*totals, 2) + self.between(0, 3)
         one = self.random.choice(requests)
         prompt = len(one.prompt_token_ids)
@@ -216,6 +248,8 @@ class _Generator:
         whole = [self.blocks(len(r.prompt_token_ids) + r.output_limit) for r in requests]
         prompts = [self.blocks(len(r.prompt_token_ids)) for r in requests]
         some = self.random.sample(whole, self.between(1, len(whole)))
+        if self.shape != "mixed" and self.maybe(0.7):
+            return 1 + max(1, *whole, sum(prompts) + self.between(-1, 2))
         size = self.random.choice(
             (
                 sum(some) + self.between(-2, 1),
@@ -239,7 +273,7 @@ class _Generator:
     # --- Operations ---------------------------------------------------------------------------
 
     def operations(self, config: Config, requests: tuple[NewRequest, ...]) -> tuple[Operation, ...]:
-        gap = self.random.choice((0, 0, 1, 3, 8))
+        gap = self.random.choice((0, 0, 1, 3, 8) if self.shape == "mixed" else (0, 1, 1))
         operations: list[Operation] = []
         for request in requests:
             operations.append(Operation(op="add", request_id=request.request_id))
@@ -265,7 +299,7 @@ class _Generator:
         chunks = sum(
             cdiv(len(r.prompt_token_ids), config.max_num_batched_tokens) for r in requests
         )
-        return int((chunks + outputs) * self.random.choice((0.5, 1.0, 2.0))) + 1
+        return int((chunks + outputs) * self.random.choice((0.3, 0.6, 1.0))) + 3
 
     def insert(self, operations: list[Operation], operation: Operation) -> None:
         operations.insert(self.between(0, len(operations) - 1), operation)

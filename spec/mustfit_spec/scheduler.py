@@ -276,18 +276,27 @@ class Scheduler(KVCacheManager):
         """In a step that preempted somebody, nobody is admitted."""
         return bool(step.preempted)
 
-    @rule("WAIT-BLOCKED", "0.22.1 v1/core/sched/scheduler.py:548-740")
+    @rule("WAIT-LOOP", "0.22.1 v1/core/sched/scheduler.py:548-556,735-740")
     def schedule_waiting(self, step: Step) -> Step:
-        """The first waiting request that can't be admitted ends the loop for all behind it.
+        """Waiting requests are admitted from the head on, while budget and seats are left.
 
-        It is looked at and not taken off: it keeps its place, is tried again in the next step, and
-        so on without limit. Nobody is preempted for it, with the gate or without.
+        The first that can't be admitted ends the loop, for everybody behind it.
         """
         while step.state.waiting and step.token_budget > 0 and self.has_free_seat(step.state):
-            admitted = self.try_to_admit(step, step.state.request(step.state.waiting[0]))
+            head = step.state.request(step.state.waiting[0])
+            admitted = self.try_to_admit(step, head)
             if admitted is None:
-                break
+                return self.blocked(step, head)
             step = admitted
+        return step
+
+    @rule("WAIT-BLOCKED", "0.22.1 v1/core/sched/scheduler.py:555,735-740")
+    def blocked(self, step: Step, head: Request) -> Step:  # noqa: ARG002
+        """For a head that can't be admitted nothing is done, and nobody is preempted for it.
+
+        It was looked at, not taken off: it keeps its place, is tried again in the next step, and
+        so on without limit. That goes for the gate on and off.
+        """
         return step
 
     @rule("WAIT-SEATS", "0.22.1 v1/core/sched/scheduler.py:549-550")

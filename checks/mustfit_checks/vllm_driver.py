@@ -402,9 +402,7 @@ class Run:
                 request = self._requests[operation["request_id"]]
                 scheduler.add_request(self._factory.request(request, self._config))
             elif kind == "abort":
-                # Without this, some releases take an unknown id for one of their own.
-                if operation["request_id"] in scheduler.requests:
-                    scheduler.finish_requests(operation["request_id"], self._factory.aborted)
+                scheduler.finish_requests(operation["request_id"], self._factory.aborted)
             else:
                 scheduler.reset_prefix_cache(
                     reset_running_requests=operation["reset_running_requests"]
@@ -627,6 +625,10 @@ def serve(factory: Factory, scenarios: TextIO, traces: TextIO) -> None:
 def main() -> None:
     """Reads scenarios from stdin and writes traces to stdout, until the end of the input."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Python puts the script's folder first; its modules must not pass for vLLM's dependencies.
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]
+    os.environ["PYTHONSAFEPATH"] = "1"
     # The protocol gets descriptors of its own; whatever vLLM, or a process that it starts, prints
     # or reads goes elsewhere.
     scenarios = os.fdopen(os.dup(0), encoding="utf-8")

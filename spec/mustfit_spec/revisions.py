@@ -88,13 +88,23 @@ class V0_27_0(V0_24_0):
 
 
 class V0_28_0(V0_27_0):
-    """Two budgets; a victim's place is what counts; and freed blocks as in 0.24.0."""
+    """Two budgets; no negative chunks; a victim's place counts; freed blocks as in 0.24.0."""
+
+    moot: ClassVar[frozenset[str]] = frozenset({"STEP-ASSERT"})
 
     @rule("STEP-BUDGET", "0.28.0 v1/core/sched/scheduler.py:565-567,927")
     def token_budget(self) -> int:
         """A step may schedule ``max_num_scheduled_tokens`` tokens, and no more than are batched."""
         limit = self.config.max_num_scheduled_tokens or self.config.max_num_batched_tokens
         return min(limit, self.config.max_num_batched_tokens)
+
+    @rule("RUN-MODEL-LEN", "0.28.0 v1/core/sched/scheduler.py:418-438,569-605")
+    def tokens_to_model_end(self, request: Request) -> int:
+        """A running request never computes its ``max_model_len``-th token.
+
+        One that is already beyond stays in ``running``, keeps its blocks, and is passed over.
+        """
+        return max(super().tokens_to_model_end(request), 0)
 
     @rule("PREEMPT-INDEX", "0.28.0 v1/core/sched/scheduler.py:650-653")
     def req_index_after(self, step: Step, victim: str) -> int:

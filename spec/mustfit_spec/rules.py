@@ -46,9 +46,13 @@ def rule(rule_id: str, source: str) -> Callable[[Method], Method]:
 
 
 def rules_of(scheduler: type[object]) -> dict[str, Rule]:
-    """The rules that a scheduler class has, by ID, sorted; those it overrides as overridden."""
+    """The rules that a scheduler class has, by ID, sorted; those it overrides as overridden.
+
+    Without those that can't come into play there (``Scheduler.moot``).
+    """
     found = dict(_rules(scheduler))
-    return {rule_id: found[rule_id] for rule_id in sorted(found)}
+    moot: frozenset[str] = getattr(scheduler, "moot", frozenset())
+    return {rule_id: found[rule_id] for rule_id in sorted(found) if rule_id not in moot}
 
 
 def _rules(scheduler: type[object]) -> Iterator[tuple[str, Rule]]:

@@ -83,12 +83,14 @@ class Scheduler(KVCacheManager):
 
     Attributes:
         lacks: Configuration fields that this revision doesn't have: they must be left alone.
+        moot: Rules that can't come into play in this revision.
 
     Raises:
         ConfigError: For a configuration that sets a field which this revision lacks.
     """
 
     lacks: ClassVar[frozenset[str]] = frozenset()
+    moot: ClassVar[frozenset[str]] = frozenset()
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(Config):

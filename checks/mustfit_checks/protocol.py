@@ -363,7 +363,7 @@ def _decode_carefully(line: bytes | str, cls: type[_Message]) -> _Message:
         ) from None
     except json.JSONDecodeError as error:
         raise ProtocolError(
-            f"not JSON: {error.msg} at column {error.pos + 1}",
+            f"not JSON: {error.msg.removesuffix(' at')} at column {error.pos + 1}",
             mend="write one JSON object a line",
             kind="not-json",
         ) from None
@@ -534,7 +534,7 @@ def _verify_choice(value: object, choices: tuple[str, ...], path: str) -> None:
         return
     listed = ", ".join(map(_quoted, choices))
     near = difflib.get_close_matches(str(value)[:_QUOTED_LIMIT], choices, n=1)
-    mend = f'did you mean "{near[0]}"?' if near else f"give one of {listed}"
+    mend = f'did you mean "{near[0]}"?' if near else ""
     raise ProtocolError(f"{_kind_of(value)} is not one of {listed}", path=path, mend=mend)
 
 

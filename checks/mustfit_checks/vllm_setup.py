@@ -8,7 +8,7 @@ every release, and a release is the Python files of its wheel. On disk::
     <cache>/vllm/state/          what vLLM keeps between runs
 
 Both carry a marker, written last, and a folder without one is built anew. Two set-ups at once wait
-for each other; one that was interrupted leaves a folder that the next one removes. Once all is
+for each other; what one that was interrupted leaves, the next one removes. Once all is
 there, the network isn't used.
 
 Environment variables:
@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import attrs
-import filelock
 import platformdirs
 
 Progress = Callable[[str], None]
@@ -166,9 +165,9 @@ def set_up(release: str, *, cache: Path | None = None, progress: Progress) -> In
             # Before the environment, which takes longer, so that a wrong number shows at once.
             has_pip = importlib.util.find_spec("pip") is not None
             python = Path(sys.executable) if has_pip else _environment(folder, progress)
-            with _locked(folder / f"{release}.lock", progress):
+            with _locked(folder / f"{release}.lock", progress) as lock:
                 if not _is_complete(source):
-                    _download(release, source, python, progress)
+                    _download(release, source, python, progress, lock=lock)
         return Installed(
             python=_environment(folder, progress),
             source=source,
@@ -221,18 +220,24 @@ def _as_setup_error(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[None]:
+def _locked(path: Path, progress: Progress) -> Iterator[int]:
+    """Holds a lock file; yields its descriptor, to hand on to child processes.
+
+    A child keeps the lock, even once this process has been killed. So nobody removes a folder that
+    a pip without a parent still writes to.
+    """
+    if sys.platform == "win32":
+        raise SetupError("vLLM's packages need Linux or macOS")
+    import fcntl  # noqa: PLC0415 - not on Windows
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        progress(f"waiting for another set-up ({path.stem})")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(f"waiting for another set-up ({path.stem})")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
 
 
 def _is_complete(folder: Path) -> bool:
@@ -263,29 +268,28 @@ def _environment(folder: Path, progress: Progress) -> Path:
     # The interpreter is a link to this one's, which may have been removed since.
     if _is_complete(environment) and python.exists():
         return python
-    with _locked(folder / f"{environment.name}.lock", progress):
+    with _locked(folder / f"{environment.name}.lock", progress) as lock:
         if _is_complete(environment) and python.exists():
             return python
         # An environment knows its own path, so it is built where it stays: the marker says that
         # it is whole.
         _remove(environment)
         progress("creating an environment for vLLM")
-        _run(
-            [sys.executable, "-m", "venv", str(environment)],
-            "python -m venv failed",
-        )
+        command = [sys.executable, "-m", "venv", str(environment)]
+        _run(command, "python -m venv failed", lock=lock)
         words = shlex.split(torch)
         progress(f"installing {words[0]}")
-        _pip(python, ["install", *words], f"cannot install {words[0]}")
+        _pip(python, ["install", *words], f"cannot install {words[0]}", lock=lock)
+        what = "cannot install what vLLM imports"
         progress(f"installing {len(PACKAGES)} packages that vLLM imports")
-        _pip(python, ["install", *PACKAGES], "cannot install what vLLM imports")
+        _pip(python, ["install", *PACKAGES], what, lock=lock)
         progress(f"installing {len(PACKAGES_ALONE)} more without their dependencies")
-        _pip(python, ["install", "--no-deps", *PACKAGES_ALONE], "cannot install what vLLM imports")
+        _pip(python, ["install", "--no-deps", *PACKAGES_ALONE], what, lock=lock)
         (environment / MARKER).write_text(about + "\n", encoding="utf-8")
     return python
 
 
-def _download(release: str, target: Path, python: Path, progress: Progress) -> None:
+def _download(release: str, target: Path, python: Path, progress: Progress, *, lock: int) -> None:
     """Puts the Python files of a release in place; call it with the release locked."""
     partial = target.with_name(f".{release}.partial")
     # What an interrupted set-up left.
@@ -301,6 +305,7 @@ def _download(release: str, target: Path, python: Path, progress: Progress) -> N
             ["download", *options, *WHEEL_TAGS, f"vllm=={release}"],
             f"cannot download vLLM {release}",
             release=release,
+            lock=lock,
         )
         found = list(wheels.glob("*.whl"))
         if len(found) != 1:
@@ -342,7 +347,7 @@ def unpack(wheel: Path, folder: Path) -> None:
         raise SetupError(f"{wheel.name} is damaged ({error}); try again") from error
 
 
-def _run(command: Sequence[str], what: str) -> None:
+def _run(command: Sequence[str], what: str, *, lock: int) -> None:
     # Nothing of this process's packages may pass for the environment's own.
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(  # noqa: S603 - no shell, and no part from outside but a release's name
@@ -354,14 +359,17 @@ def _run(command: Sequence[str], what: str) -> None:
         text=True,
         errors="replace",
         env=variables,
+        pass_fds=(lock,),
     )
     if done.returncode:
         raise SetupError(f"{what}: {last_words(done.stdout) or f'status {done.returncode}'}")
 
 
-def _pip(python: Path, arguments: Sequence[str], what: str, *, release: str | None = None) -> None:
+def _pip(
+    python: Path, arguments: Sequence[str], what: str, *, release: str | None = None, lock: int
+) -> None:
     try:
-        _run([str(python), "-m", "pip", *arguments, *PIP_OPTIONS], what)
+        _run([str(python), "-m", "pip", *arguments, *PIP_OPTIONS], what, lock=lock)
     except SetupError as error:
         if release is not None and (known := re.search(r"\(from versions: (.*)\)", str(error))):
             if known[1] != "none":

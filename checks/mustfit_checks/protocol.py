@@ -20,7 +20,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO, Literal, NoReturn, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import attrs
 import msgspec
@@ -131,7 +131,8 @@ def _quoted(value: object) -> str:
 class _Shape:
     """Where in a class's JSON object other objects are, found once from its annotations."""
 
-    names: frozenset[str]
+    names: tuple[str, ...]
+    known: frozenset[str]
     objects: tuple[tuple[str, _Shape], ...]
     lists: tuple[tuple[str, _Shape], ...]
     maps: tuple[str, ...]
@@ -168,7 +169,11 @@ def _find_shape(cls: type) -> _Shape:
         elif typing.get_origin(kind) is tuple and attrs.has(args[0]):
             lists.append((name, _shape(args[0])))
     return _Shape(
-        names=frozenset(_hints(cls)), objects=tuple(objects), lists=tuple(lists), maps=tuple(maps)
+        names=tuple(_hints(cls)),
+        known=frozenset(_hints(cls)),
+        objects=tuple(objects),
+        lists=tuple(lists),
+        maps=tuple(maps),
     )
 
 
@@ -188,26 +193,35 @@ def encode(obj: Scenario | Trace) -> bytes:
         ProtocolError: The object holds what a reader would refuse: a whole number beyond 64 bits,
             or half of a surrogate pair.
     """
-    data = msgspec.to_builtins(obj, order="deterministic")
-    _drop_none(data, _shape(type(obj)))
+    data = _plain(obj, _shape(type(obj)))
     try:
         line = msgspec.json.encode(data)
     except UnicodeEncodeError:
-        _explain(data, type(obj))
+        # Only this encoder writes half of a surrogate pair, and only to find its place.
+        _verify(json.loads(json.dumps(data)), type(obj), "$")
+        raise
     if _has_long_number(line):
-        _verify(msgspec.json.decode(line), type(obj), "$")
+        _verify(json.loads(line), type(obj), "$")
     return line
 
 
-def _drop_none(data: dict[str, Any], shape: _Shape) -> None:
-    for name in [name for name, value in data.items() if value is None]:
-        del data[name]
+def _plain(obj: object, shape: _Shape) -> dict[str, Any]:
+    """The object as a dictionary, without what is ``None``, maps in the order of their keys."""
+    data: dict[str, Any] = {}
+    for name in shape.names:
+        value = getattr(obj, name)
+        if value is not None:
+            data[name] = value
+    for name in shape.maps:
+        if name in data:
+            data[name] = dict(sorted(data[name].items()))
     for name, inner in shape.objects:
         if name in data:
-            _drop_none(data[name], inner)
+            data[name] = _plain(data[name], inner)
     for name, inner in shape.lists:
-        for item in data.get(name, ()):
-            _drop_none(item, inner)
+        if name in data:
+            data[name] = [_plain(item, inner) for item in data[name]]
+    return data
 
 
 # --- Reading what is in order ---------------------------------------------------------------------
@@ -260,7 +274,7 @@ def _decode_if_in_order(line: bytes | str, cls: type[_Message]) -> _Message | No
 
 def _count_keys(data: dict[str, Any], shape: _Shape) -> int:
     """The keys of all objects in the data, whose types are known to be right."""
-    if not shape.names >= data.keys():
+    if not shape.known >= data.keys():
         raise _UnsureError
     count = len(data)
     for name in shape.maps:
@@ -383,12 +397,6 @@ def _text(line: bytes) -> str:
             mend="write the line in UTF-8",
             kind="not-utf8",
         ) from None
-
-
-def _explain(data: object, cls: type) -> NoReturn:
-    """Finds the complaint about data that is known to be wrong."""
-    _verify(data, cls, "$")
-    raise ProtocolError("cannot be written as JSON")
 
 
 _MSGSPEC_PATH = re.compile(r" - at `(?P<path>\$[^`]*)`$")
@@ -670,8 +678,11 @@ def _complete(schema: dict[str, Any], cls: type) -> None:
     for field in attrs.fields(cls):
         prop = schema["properties"][field.name]
         # The description first: it is what a person looks for.
-        schema["properties"][field.name] = {"description": described[field.name]} | prop
-        prop = schema["properties"][field.name]
+        prop = {"description": described[field.name]} | prop
+        schema["properties"][field.name] = prop
+        if "default" in prop:
+            # An empty tuple is a list to JSON.
+            prop["default"] = json.loads(json.dumps(prop["default"]))
         for branch in (prop, *prop.get("anyOf", ())):
             _bound(branch, field.metadata)
 

@@ -36,6 +36,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -650,6 +651,7 @@ def main() -> None:
     }
     # Before vLLM configures its own loggers, some of its messages pass any level.
     logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory(prefix="mustfit-vllm-") as folder:
         os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(folder, "cache")))
         Path(folder, "config.json").write_text(json.dumps(MODEL), encoding="utf-8")

@@ -8,24 +8,33 @@ from mustfit_spec.state import State, initial_state
 from mustfit_spec.trace import StepTrace, Trace, TraceError
 
 
-def run(scenario: Scenario, scheduler: Scheduler) -> Trace:
+def run(
+    scenario: Scenario,
+    scheduler: Scheduler,
+    *,
+    failures: tuple[type[Exception], ...] = (SchedulerFailure,),
+) -> Trace:
     """What the scheduler does with the scenario, at profile ``identity``.
 
-    Where the scheduler fails on an assertion of its own, the trace ends there and says so.
+    Args:
+        scenario: What is done to it.
+        scheduler: Whom it is done to.
+        failures: What the scheduler raises where it contradicts itself. The trace ends there and
+            says so.
     """
     state = initial_state(scheduler.config)
     steps: list[StepTrace] = []
-    for operation in scenario.operations:
-        if operation.op != "step":
-            state = apply(scenario, scheduler, state, operation)
-            continue
-        try:
-            state, outcome = scheduler.step(state)
-        except SchedulerFailure as failure:
-            error = TraceError(step=len(steps), kind=failure.rule_id, message=str(failure))
-            return Trace(scenario_id=scenario.scenario_id, steps=tuple(steps), error=error)
-        steps.append(observe(state, outcome))
-    return Trace(scenario_id=scenario.scenario_id, steps=tuple(steps))
+    error: TraceError | None = None
+    try:
+        for operation in scenario.operations:
+            if operation.op == "step":
+                state, outcome = scheduler.step(state)
+                steps.append(observe(state, outcome))
+            else:
+                state = apply(scenario, scheduler, state, operation)
+    except failures as failure:
+        error = TraceError(step=len(steps), kind=type(failure).__name__, message=str(failure))
+    return Trace(scenario_id=scenario.scenario_id, steps=tuple(steps), error=error)
 
 
 def apply(

@@ -18,15 +18,7 @@ from mustfit_spec.trace import FinishReason
 
 
 class SchedulerFailure(Exception):
-    """The scheduler contradicts itself here: vLLM's own assertion fails.
-
-    Attributes:
-        rule_id: The rule that says so.
-    """
-
-    def __init__(self, rule_id: str, message: str) -> None:
-        super().__init__(message)
-        self.rule_id = rule_id
+    """The scheduler contradicts itself here: vLLM's own assertion fails."""
 
 
 @attrs.frozen(kw_only=True)
@@ -416,7 +408,7 @@ class Scheduler(KVCacheManager):
     def assert_scheduled(self, request_id: str, num_tokens: int) -> None:
         """A step that scheduled a negative number of tokens fails on vLLM's own assertion."""
         if num_tokens <= 0:
-            raise SchedulerFailure("STEP-ASSERT", f"{request_id} got {num_tokens} tokens")
+            raise SchedulerFailure(f"{request_id} was scheduled with {num_tokens} tokens")
 
     @rule("STEP-STOP", "0.22.1 v1/core/sched/utils.py:94-119")
     def finish_reason(self, request: Request) -> FinishReason | None:

@@ -1,0 +1,340 @@
+"""The command ``mustfit``.
+
+Exit 0: conformant. 1: a divergence. 2: it could not be decided, with one clear line why.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from mustfit_checks import show
+from mustfit_checks.cases import save
+from mustfit_checks.generate import scenarios
+from mustfit_checks.judge import Judge, Verdict
+from mustfit_checks.measured import UnknownRelease, measurements
+from mustfit_checks.mutants import MUTANTS
+from mustfit_checks.protocol import ProtocolError, json_schema, read_scenarios
+from mustfit_checks.sut import Limits, SutError
+from mustfit_checks.vllm_setup import SetupError
+from mustfit_checks.what import KINDS, SOURCE, UnknownSut, What, start, what
+from mustfit_spec import REVISIONS, ConfigError, Profile, Scenario, rules_of
+
+EXIT_CODES = {"conformant": 0, "divergent": 1, "undecided": 2}
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def fail(message: str) -> NoReturn:
+    """End with exit code 2 and one line that says why."""
+    click.echo(f"mustfit: {message}", err=True)
+    sys.exit(EXIT_CODES["undecided"])
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="mustfit")
+def main() -> None:
+    """What vLLM's scheduler does when KV cache is short, and who else does it."""
+
+
+@main.command()
+@click.option("--sut", "sut_name", metavar="WHAT", help=f"Whom to judge: {KINDS}. [default: impl]")
+@click.option(
+    "--against",
+    metavar="RELEASE",
+    help="The vLLM release to judge by. [default: the SUT's own, or the newest measured]",
+)
+@click.option(
+    "--profile",
+    type=click.Choice(get_args(Profile)),
+    help="What is compared. [default: decisions for cmd:, else identity]",
+)
+@click.option("--scenarios", "count", type=click.IntRange(1), default=2000, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Makes the same scenarios.")
+@click.option(
+    "--start", "first", type=click.IntRange(0), default=0, show_default=True,
+    help="The first scenario of the seed, counted from 0.",
+)
+@click.option(
+    "--case", "case_files", multiple=True, type=click.Path(path_type=Path, dir_okay=False),
+    help="Judge by the scenarios of this file instead; may be given more than once.",
+)
+@click.option(
+    "--cases", "folder", type=click.Path(path_type=Path, file_okay=False),
+    default=Path("mustfit-cases"), show_default=True, help="Where divergent cases are saved.",
+)
+@click.option(
+    "--stop-after", type=click.IntRange(1), default=100, show_default=True,
+    help="Divergent scenarios after which judging stops.",
+)
+@click.option(
+    "--timeout", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True,
+    help="Seconds that the SUT has for each answer.",
+)
+@click.option(
+    "--vllm-source", "source", type=click.Path(path_type=Path, file_okay=False),
+    help="Judge the vLLM source tree in this folder.",
+)
+@as_json
+def judge(  # noqa: PLR0913
+    *,
+    sut_name: str | None,
+    against: str | None,
+    profile: Profile | None,
+    count: int,
+    seed: int,
+    first: int,
+    case_files: tuple[Path, ...],
+    folder: Path,
+    stop_after: int,
+    timeout: float,
+    source: Path | None,
+    as_json: bool,
+) -> None:
+    """Run scenarios on a scheduler and on the specification, and say whether they agree.
+
+    Exit 0: conformant; 1: divergent, with the smallest case of each kind; 2: undecided.
+    """
+    name = sut_name or (f"vllm:{SOURCE}" if source is not None else "impl")
+    try:
+        asked = what(name, against, source)
+    except (UnknownSut, UnknownRelease) as error:
+        fail(str(error))
+    profile = profile or ("decisions" if name.startswith("cmd:") else "identity")
+    if case_files:
+        total, judged_by = None, _checked(_read(case_files), asked)
+    else:
+        total = count
+        judged_by = scenarios(seed=seed, count=count, lacks=asked.revision.lacks, start=first)
+    result = _judge(asked, profile, source, timeout, stop_after, judged_by, total)
+    try:
+        files = {d.rule: save(d, folder) for d in result.divergences}
+    except OSError as error:
+        fail(f"cannot save the divergent cases in {folder}: {error.strerror}; see --cases")
+    if as_json:
+        click.echo(json.dumps(_as_json(result, seed, files)))
+    else:
+        repeat = _repeat(asked, profile, source, seed, first, count, case_files)
+        show.verdict(Console(), result, asked.revision, files, repeat)
+    sys.exit(EXIT_CODES[result.verdict])
+
+
+def _read(files: tuple[Path, ...]) -> Iterator[Scenario]:
+    return chain.from_iterable((s for _, s in read_scenarios(file)) for file in files)
+
+
+def _checked(given: Iterator[Scenario], asked: What) -> Iterator[Scenario]:
+    """The same scenarios; one that the revision doesn't know is refused by name."""
+    try:
+        for scenario in given:
+            asked.revision(scenario.config)
+            yield scenario
+    except ProtocolError as error:
+        fail(str(error))
+    except ConfigError as error:
+        fail(f"scenario {scenario.scenario_id!r}: {error}; --against picks another release")
+
+
+def _judge(
+    asked: What,
+    profile: Profile,
+    source: Path | None,
+    timeout: float,
+    stop_after: int,
+    judged_by: Iterator[Scenario],
+    total: int | None,
+) -> Verdict:
+    limits = Limits(timeout=timeout, start_timeout=max(timeout, Limits().start_timeout))
+    with _progress(total) as (say, advance):
+        try:
+            sut = start(asked, profile=profile, source=source, limits=limits, progress=say)
+        except (SetupError, SutError) as error:
+            fail(str(error))
+        except KeyboardInterrupt:
+            fail("interrupted while setting up; what was set up so far is kept")
+        say(f"judging {asked.name}")
+        with sut:
+            return Judge(
+                sut=sut,
+                against=asked.against,
+                revision=asked.revision,
+                profile=profile,
+                stop_after=stop_after,
+            ).judge(judged_by, progress=say, advance=advance)
+
+
+@contextmanager
+def _progress(
+    total: int | None,
+) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
+    """A progress bar on stderr, if that is a terminal; else a line now and then."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(total)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=total)
+        yield (
+            lambda message: bar.update(task, description=message),
+            lambda done: bar.update(task, completed=done),
+        )
+
+
+#: Seconds between two lines of progress where there is no terminal.
+QUIET = 30.0
+
+
+def _lines(total: int | None) -> tuple[Callable[[str], None], Callable[[int], None]]:
+    last = [time.monotonic()]
+
+    def advance(done: int) -> None:
+        if time.monotonic() - last[0] > QUIET:
+            last[0] = time.monotonic()
+            click.echo(f"mustfit: {done} of {total or 'all'} scenarios", err=True)
+
+    return lambda message: click.echo(f"mustfit: {message}", err=True), advance
+
+
+def _as_json(result: Verdict, seed: int, files: dict[str, Path]) -> dict[str, Any]:
+    return {
+        "verdict": result.verdict,
+        "reason": result.reason,
+        "sut": result.sut,
+        "against": result.against,
+        "profile": result.profile,
+        "seed": seed,
+        "scenarios": result.scenarios,
+        "steps": result.steps,
+        "diverged": result.diverged,
+        "seconds": round(result.seconds, 3),
+        "divergences": [
+            {
+                "rule": d.rule,
+                "case": str(files[d.rule]),
+                "step": d.difference.step,
+                "field": d.difference.field,
+                "expected": d.difference.expected,
+                "observed": d.difference.observed,
+                "behaves_like": d.behaves_like,
+                "found_in": list(d.found_in),
+            }
+            for d in result.divergences
+        ],
+        "rules": result.rules,
+        "never_exercised": list(result.never_exercised),
+    }
+
+
+def _repeat(
+    asked: What,
+    profile: Profile,
+    source: Path | None,
+    seed: int,
+    first: int,
+    count: int,
+    case_files: tuple[Path, ...],
+) -> str:
+    words = ["mustfit", "judge", "--sut", asked.name, "--against", asked.against]
+    words += ["--profile", profile]
+    if source is not None:
+        words += ["--vllm-source", str(source)]
+    for file in case_files:
+        words += ["--case", str(file)]
+    if not case_files:
+        words += ["--seed", str(seed), "--scenarios", str(count)]
+        words += ["--start", str(first)] if first else []
+    return shlex.join(words)
+
+
+# --- Tables -----------------------------------------------------------------------------------
+
+
+@main.command()
+@as_json
+def revisions(*, as_json: bool) -> None:
+    """The revisions of the semantics, and the releases that were run and agreed with each."""
+    found: dict[str, list[Any]] = {name: [] for name in REVISIONS}
+    for row in measurements().values():
+        found[row.revision].append(row)
+    if as_json:
+        table = [
+            {"revision": name, "releases": [r.release for r in rows]} for name, rows in found.items()
+        ]
+        click.echo(json.dumps({"revisions": table}))
+        return
+    for name, rows in found.items():
+        changed = " ".join((REVISIONS[name].__doc__ or "").split())
+        click.echo(f"{name}  {changed}")
+        for row in rows:
+            click.echo(f"  {show.measurement(row)}")
+
+
+@main.command()
+@click.option("--revision", type=click.Choice(list(REVISIONS)), default=list(REVISIONS)[-1])
+@as_json
+def rules(*, revision: str, as_json: bool) -> None:
+    """The rules of a revision: statement, method, source, and the mutants that break each."""
+    table = [
+        {
+            "rule": rule.id,
+            "statement": rule.statement,
+            "method": rule.method,
+            "source": rule.source,
+            "mutants": [m.name for m in MUTANTS.values() if m.breaks == rule.id],
+        }
+        for rule in rules_of(REVISIONS[revision]).values()
+    ]
+    if as_json:
+        click.echo(json.dumps({"revision": revision, "rules": table}))
+        return
+    for row in table:
+        click.echo(f"{row['rule']}  {row['statement']} ({row['source']})")
+
+
+@main.command()
+@as_json
+def mutants(*, as_json: bool) -> None:
+    """The wrong schedulers: what each does, the rule it breaks, and where that was seen."""
+    if as_json:
+        table = [
+            {
+                "mutant": m.name,
+                "breaks": m.breaks,
+                "description": m.description,
+                "seen_in": m.seen_in or None,
+            }
+            for m in MUTANTS.values()
+        ]
+        click.echo(json.dumps({"mutants": table}))
+        return
+    for m in MUTANTS.values():
+        seen = f" (seen in {m.seen_in})" if m.seen_in else ""
+        click.echo(f"{m.name}  breaks {m.breaks}: {m.description}{seen}")
+
+
+@main.command()
+def schema() -> None:
+    """The JSON Schema of scenarios and traces."""
+    click.echo(json.dumps(json_schema(), indent=2))
+
+
+if __name__ == "__main__":
+    main()

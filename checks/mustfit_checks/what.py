@@ -1,0 +1,105 @@
+"""From what the command line calls a scheduler to the scheduler: ``spec``, ``vllm:0.33.0``, ..."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+
+from mustfit_checks.attribute import mutant_trace, revision_name
+from mustfit_checks.measured import newest_release, revision_for
+from mustfit_checks.mutants import MUTANTS
+from mustfit_checks.sut import InProcess, Limits, ProcessSut, Sut
+from mustfit_checks.vllm_setup import set_up, source_tree
+from mustfit_spec import Profile, Scheduler, run
+
+KINDS = "impl, spec, mutant:NAME, vllm:RELEASE, cmd:COMMAND LINE"
+
+#: What stands for a release where a source tree is given that claims none.
+SOURCE = "source"
+
+
+class UnknownSut(ValueError):
+    """Nothing is called that. Its text is one line that says what there is."""
+
+
+@attrs.frozen(kw_only=True)
+class What:
+    """A scheduler that was asked for, and what it is to be judged by.
+
+    Attributes:
+        name: As it was asked for.
+        against: The release that it is judged by.
+        revision: The revision of the specification that this release agrees with.
+    """
+
+    name: str
+    against: str
+    revision: type[Scheduler]
+
+
+def what(name: str, against: str | None, source: Path | None) -> What:
+    """What was asked for: by what release it is judged, if none is given its own, or the newest.
+
+    Raises:
+        UnknownSut: There is no such kind of scheduler.
+        UnknownRelease: The release that it would be judged by was never measured.
+    """
+    kind, _, rest = name.partition(":")
+    if kind == "impl":
+        raise UnknownSut(
+            "the optimized implementation is not there yet; say whom to judge with --sut: " + KINDS
+        )
+    takes_rest = kind in {"mutant", "vllm", "cmd"}
+    if kind not in {"spec", "mutant", "vllm", "cmd"} or takes_rest != bool(rest):
+        raise UnknownSut(f"nothing is called {name!r}; there are: {KINDS}")
+    if kind == "mutant" and rest not in MUTANTS:
+        raise UnknownSut(f"there is no mutant {rest!r}; `mustfit mutants` lists them")
+    if source is not None and kind != "vllm":
+        raise UnknownSut(f"--vllm-source goes with --sut vllm:RELEASE or alone, not with {name!r}")
+    if source is None and rest == SOURCE:
+        raise UnknownSut(f"{name} needs --vllm-source, the folder that holds the vllm package")
+    own = rest if kind == "vllm" and rest != SOURCE else None
+    release = against or own or newest_release()
+    return What(name=name, against=release, revision=revision_for(release))
+
+
+def start(
+    asked: What,
+    *,
+    profile: Profile,
+    source: Path | None,
+    limits: Limits,
+    progress: Callable[[str], None],
+) -> Sut:
+    """The scheduler itself, set up if need be.
+
+    Raises:
+        SetupError: vLLM could not be set up.
+        SutError: The command line makes no sense.
+    """
+    kind, _, rest = asked.name.partition(":")
+    if kind == "vllm":
+        installed = (
+            set_up(rest, progress=progress)
+            if source is None
+            else source_tree(source, progress=progress)
+        )
+        return ProcessSut(
+            installed.command(),
+            profile=profile,
+            name=asked.name,
+            env=installed.environment(),
+            limits=limits,
+        )
+    if kind == "cmd":
+        return ProcessSut(rest, profile=profile, name=asked.name, limits=limits)
+    if kind == "mutant":
+        revision = revision_name(asked.revision)
+        return InProcess(
+            lambda scenario: mutant_trace(scenario, MUTANTS[rest], revision), name=asked.name
+        )
+    return InProcess(
+        lambda scenario: run(scenario, asked.revision(scenario.config)), name=asked.name
+    )

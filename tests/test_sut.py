@@ -27,15 +27,18 @@ ACCOUNTING = ["num_free_blocks", "num_cached_tokens", "num_blocks", "finish_reas
 
 IDENTITY = [*ACCOUNTING, "block_ids", "free_block_ids", "cached_block_ids"]
 
-def answer(line, fields=IDENTITY, **changes):
-    scenario = json.loads(line)
-    step = {"num_scheduled_tokens": {}, "preempted": [], "finished": [], "running": [],
+def step(fields):
+    made = {"num_scheduled_tokens": {}, "preempted": [], "finished": [], "running": [],
             "waiting": []}
     for field in fields:
         ids = field in ("free_block_ids", "cached_block_ids")
-        step[field] = 0 if field == "num_free_blocks" else [] if ids else {}
+        made[field] = 0 if field == "num_free_blocks" else [] if ids else {}
+    return made
+
+def answer(line, fields=IDENTITY, **changes):
+    scenario = json.loads(line)
     steps = sum(operation["op"] == "step" for operation in scenario["operations"])
-    trace = {"scenario_id": scenario["scenario_id"], "steps": [step] * steps}
+    trace = {"scenario_id": scenario["scenario_id"], "steps": [step(fields)] * steps}
     return json.dumps(trace | changes)
 
 def say(text):
@@ -172,6 +175,14 @@ for line in sys.stdin:
         assert it.ask(scenario("a")).release == "0.33.0"
 
 
+@pytest.fixture(params=["large pipes", "small pipes"])
+def pipes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small pipes are all that some systems have."""
+    if request.param == "small pipes":
+        monkeypatch.setattr("mustfit_checks.sut._SET_PIPE_SIZE", None)
+
+
+@pytest.mark.usefixtures("pipes")
 def test_large_lines_both_ways_with_everything_blocked() -> None:
     # It writes much more than a pipe holds before it reads any more.
     script = """
@@ -182,6 +193,47 @@ for line in sys.stdin:
     with sut(script) as it:
         traces = list(it.traces(scenarios(6, padding=300_000)))
     assert [len(str(t.release)) for t in traces] == [3_000_000] * 6
+
+
+def test_a_large_line_and_small_ones_at_once() -> None:
+    script = """
+import itertools
+while lines := list(itertools.islice(sys.stdin, 4)):
+    say("\\n".join(answer(line, release="x" * (700_000 - 200_000 * i))
+        for i, line in enumerate(lines)))
+"""
+    with sut(script) as it:
+        traces = list(it.traces(scenarios(8)))
+    assert [len(str(t.release)) for t in traces] == [700_000, 500_000, 300_000, 100_000] * 2
+
+
+def test_it_may_answer_before_it_reads() -> None:
+    script = """
+for name in "s0", "s1", "s2":
+    say(answer(json.dumps({"scenario_id": name, "operations": [{"op": "step"}] * 2})))
+time.sleep(60)
+"""
+    with sut(script, limits=attrs.evolve(LIMITS, window_bytes=1 << 30)) as it:
+        assert len(list(it.traces(scenarios(3, padding=1_000_000)))) == 3
+
+
+def test_it_is_fed_while_its_answers_are_here(tmp_path: Path) -> None:
+    script = """
+say(answer(input()) + "\\n" + answer(input()))
+third = input()
+open(%r, "w").close()
+say(answer(third))
+"""
+    seen = tmp_path / "seen"
+    with sut(script % str(seen), limits=attrs.evolve(LIMITS, window=2)) as it:
+        traces = it.traces(scenarios(3))
+        next(traces)
+        next(traces)
+        deadline = time.monotonic() + 5
+        while not seen.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert seen.exists()
+        assert len(list(traces)) == 1
 
 
 def test_it_may_read_many_scenarios_before_it_answers() -> None:
@@ -400,6 +452,22 @@ time.sleep(60)
     assert gone(pid)
 
 
+def test_children_are_asked_to_end_before_they_are_killed(tmp_path: Path) -> None:
+    script = """
+code = "import signal, sys, time; " \\
+    "signal.signal(15, lambda *_: (open(%r, 'w').close(), sys.exit())); " \\
+    "print('.', flush=True); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE)
+child.stdout.readline()
+say(answer(input()))
+time.sleep(60)
+"""
+    ended = tmp_path / "ended"
+    with sut(script % str(ended), limits=attrs.evolve(LIMITS, kill_grace=5.0)) as it:
+        it.ask(scenario("a"))
+    assert ended.exists()
+
+
 def test_hangs() -> None:
     begin = time.monotonic()
     error, answered = failure(sut("say(answer(input())); time.sleep(60)", limits=HASTY))
@@ -416,6 +484,7 @@ def test_the_first_answer_has_time_to_start() -> None:
     assert "within 1 s" in str(error)
 
 
+@pytest.mark.usefixtures("pipes")
 def test_never_reads_stdin() -> None:
     with sut("time.sleep(60)", limits=HASTY) as it, pytest.raises(SutError) as caught:
         list(it.traces(scenarios(3, padding=2_000_000)))
@@ -483,6 +552,23 @@ def test_half_a_line() -> None:
     assert "exited with status 0 in the middle of a line" in str(error)
 
 
+def test_all_of_stderr_is_read_before_its_last_line_is_told() -> None:
+    script = """
+say(answer(input()))
+sys.stderr.write("x" * 900_000 + "\\nlast words\\n")
+sys.stderr.flush()
+say("nonsense")
+time.sleep(60)
+"""
+    with sut(script) as it:
+        traces = it.traces(scenarios(2))
+        next(traces)
+        time.sleep(0.3)
+        with pytest.raises(SutError, match="end of its stderr: last words;") as caught:
+            next(traces)
+    assert caught.value.kind == "not-json"
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "says"),
     [
@@ -511,9 +597,14 @@ def test_half_a_line() -> None:
             "2 steps and an error in step 2",
         ),
         (
+            "answer(line, steps=[step(ACCOUNTING), step(IDENTITY)]).encode()",
+            "incomplete-profile",
+            "reports no block_ids.*enough for --profile accounting",
+        ),
+        (
             'answer(line, ["num_free_blocks"]).encode()',
             "incomplete-profile",
-            "reports no num_cached_tokens.*enough for --profile decisions",
+            "no num_cached_tokens, which the profile identity.*for --profile decisions",
         ),
         (
             'answer(line, [*ACCOUNTING, "free_block_ids"]).encode()',

@@ -47,7 +47,8 @@ def imitators(
 ) -> Iterator[str]:
     """Names of the wrong schedulers that do just what was observed, in catalogue order."""
     for name in MUTANTS if among is None else among:
-        if behaves_like(evidence.scenario, evidence.observed, MUTANTS[name], revision, profile):
+        exists = MUTANTS[name].exists_in(revision)
+        if exists and behaves_like(evidence.scenario, evidence.observed, MUTANTS[name], revision, profile):
             yield name
 
 

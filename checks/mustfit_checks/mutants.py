@@ -11,8 +11,16 @@ from functools import cache
 
 import attrs
 
-from mustfit_spec import REVISIONS, NewRequest, Request, RequestStatus, Scheduler, State
-from mustfit_spec import StepOutcome
+from mustfit_spec import (
+    REVISIONS,
+    NewRequest,
+    Request,
+    RequestStatus,
+    Scheduler,
+    State,
+    StepOutcome,
+    rules_of,
+)
 from mustfit_spec.kv_cache_manager import cdiv
 from mustfit_spec.scheduler import Step
 from mustfit_spec.state import BlockHash
@@ -32,6 +40,7 @@ class Mutant:
         description: What it does instead, in one sentence.
         seen_in: The public issue where a real project did this, if one did.
         part: The class to be put in front of a revision.
+        needs: A configuration field without which it isn't wrong, if there is one.
     """
 
     name: str
@@ -39,6 +48,12 @@ class Mutant:
     description: str
     seen_in: str
     part: type[Scheduler]
+    needs: str | None = None
+
+    def exists_in(self, revision: str) -> bool:
+        """Whether it is wrong in this revision, where its rule may not come into play."""
+        scheduler = REVISIONS[revision]
+        return self.breaks in rules_of(scheduler) and self.needs not in scheduler.lacks
 
     def of(self, revision: str) -> type[Scheduler]:
         """The wrong scheduler that is otherwise like this revision."""
@@ -55,14 +70,19 @@ MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(
-    name: str, *, breaks: str, seen_in: str = ""
+    name: str, *, breaks: str, seen_in: str = "", needs: str | None = None
 ) -> Callable[[type[Scheduler]], type[Scheduler]]:
     """Enter a wrong scheduler; the first line of its docstring describes it."""
 
     def enter(part: type[Scheduler]) -> type[Scheduler]:
         description = " ".join((part.__doc__ or "").split())
         MUTANTS[name] = Mutant(
-            name=name, breaks=breaks, description=description, seen_in=seen_in, part=part
+            name=name,
+            breaks=breaks,
+            description=description,
+            seen_in=seen_in,
+            part=part,
+            needs=needs,
         )
         return part
 
@@ -190,7 +210,7 @@ class _NoLookahead(Scheduler):
         return super().num_tokens_need_slot(request, num_new_tokens, num_new_computed_tokens, 0)
 
 
-@mutant("watermark-ignored", breaks="ALLOC-WATERMARK")
+@mutant("watermark-ignored", breaks="ALLOC-WATERMARK", needs="watermark")
 class _WatermarkIgnored(Scheduler):
     """Admission ignores the watermark."""
 
@@ -198,7 +218,7 @@ class _WatermarkIgnored(Scheduler):
         return 0
 
 
-@mutant("watermark-always", breaks="ALLOC-WATERMARK")
+@mutant("watermark-always", breaks="ALLOC-WATERMARK", needs="watermark")
 class _WatermarkAlways(Scheduler):
     """The watermark is kept free from running requests too, and when nobody runs."""
 
@@ -554,7 +574,7 @@ class _MinTokensOtherWay(Scheduler):
 
 @mutant("finished-leak-a-block", breaks="STEP-FINISH", seen_in="inference-sim 1061")
 class _FinishedLeakABlock(Scheduler):
-    """A request that ends while it waits for more than its first block doesn't give up its last."""
+    """A request that ends with several blocks doesn't give up its last one."""
 
     def finish(self, state: State, request_id: str) -> State:
         request = state.request(request_id)

@@ -87,7 +87,7 @@ def start(
             else source_tree(source, progress=progress)
         )
         return ProcessSut(
-            installed.command(),
+            installed.command,
             profile=profile,
             name=asked.name,
             env=installed.environment(),

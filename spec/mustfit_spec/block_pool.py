@@ -20,7 +20,7 @@ class BlockPool:
 
     config: Config
 
-    @rule("CACHE-HASH", "0.22.1 v1/core/kv_cache_utils.py:645-686")
+    @rule("CACHE-HASH", "0.22.1 v1/core/kv_cache_utils.py:562-568,661-684")
     def block_hash(self, request: Request, index: int) -> BlockHash:
         """A block's content is every token from the sequence's start through the block's end.
 
@@ -28,7 +28,7 @@ class BlockPool:
         """
         return request.all_token_ids[: (index + 1) * self.config.block_size]
 
-    @rule("CACHE-FIRST", "0.22.1 v1/core/block_pool.py:62-73")
+    @rule("CACHE-FIRST", "0.22.1 v1/core/block_pool.py:66-71")
     def get_cached_block(self, state: State, block_hash: BlockHash) -> int | None:
         """Of several cached blocks with equal content, a lookup finds the one cached first."""
         for block_id in state.cached_block_ids:
@@ -36,7 +36,11 @@ class BlockPool:
                 return block_id
         return None
 
-    @rule("CACHE-FULL", "0.22.1 v1/core/single_type_kv_cache_manager.py:278-321")
+    @rule(
+        "CACHE-FULL",
+        "0.22.1 v1/core/kv_cache_manager.py:413-414, "
+        "v1/core/single_type_kv_cache_manager.py:298-302,311-321",
+    )
     def cache_full_blocks(self, state: State, request: Request, num_tokens: int) -> State:
         """Of a request's blocks, those filled by its first ``num_tokens`` tokens enter the cache.
 
@@ -51,7 +55,7 @@ class BlockPool:
             )
         return state.with_request(attrs.evolve(request, num_cached_blocks=num_full_blocks))
 
-    @rule("CACHE-DUPLICATE", "0.22.1 v1/core/block_pool.py:75-91")
+    @rule("CACHE-DUPLICATE", "0.22.1 v1/core/block_pool.py:79-89")
     def cache_block(self, state: State, block_id: int, block_hash: BlockHash) -> State:
         """A block enters the cache behind all others, also where its content is there already.
 
@@ -62,7 +66,7 @@ class BlockPool:
             state.with_block(block), cached_block_ids=(*state.cached_block_ids, block_id)
         )
 
-    @rule("CACHE-EVICT", "0.22.1 v1/core/block_pool.py:365-400")
+    @rule("CACHE-EVICT", "0.22.1 v1/core/block_pool.py:350-352,380-390")
     def evict(self, state: State, block_id: int) -> State:
         """A cached block that is handed out for other content leaves the cache."""
         if state.blocks[block_id].block_hash is None:
@@ -72,7 +76,7 @@ class BlockPool:
             cached_block_ids=tuple(b for b in state.cached_block_ids if b != block_id),
         )
 
-    @rule("ALLOC-HEAD", "0.22.1 v1/core/block_pool.py:333-363")
+    @rule("ALLOC-HEAD", "0.22.1 v1/core/block_pool.py:347")
     def get_new_blocks(self, state: State, num_blocks: int) -> tuple[State, tuple[int, ...]]:
         """New blocks come from the head of the free queue."""
         taken = state.free_block_queue[:num_blocks]
@@ -82,7 +86,7 @@ class BlockPool:
             state = self.take_reference(state, block_id)
         return state, taken
 
-    @rule("CACHE-TOUCH", "0.22.1 v1/core/block_pool.py:402-417")
+    @rule("CACHE-TOUCH", "0.22.1 v1/core/block_pool.py:410-415")
     def touch(self, state: State, block_ids: Iterable[int]) -> State:
         """A hit block gets one more holder; an inactive one leaves the free queue, from any place.
 
@@ -96,7 +100,7 @@ class BlockPool:
             )
         return state
 
-    @rule("ALLOC-FREE", "0.22.1 v1/core/single_type_kv_cache_manager.py:338-353")
+    @rule("ALLOC-FREE", "0.22.1 v1/core/single_type_kv_cache_manager.py:346-353")
     def free(self, state: State, request: Request) -> State:
         """A request gives up all its blocks, the last one first.
 
@@ -111,7 +115,7 @@ class BlockPool:
         state = state.with_request(attrs.evolve(request, block_ids=(), num_cached_blocks=0))
         return self.put_back(state, tuple(released))
 
-    @rule("ALLOC-FREE-ORDER", "0.22.1 v1/core/block_pool.py:419-433")
+    @rule("ALLOC-FREE-ORDER", "0.22.1 v1/core/block_pool.py:428-433")
     def put_back(self, state: State, block_ids: tuple[int, ...]) -> State:
         """Blocks that nobody holds any more go to the tail of the free queue, in the order given.
 
@@ -119,7 +123,7 @@ class BlockPool:
         """
         return attrs.evolve(state, free_block_queue=state.free_block_queue + block_ids)
 
-    @rule("CACHE-RESET", "0.22.1 v1/core/block_pool.py:454-487")
+    @rule("CACHE-RESET", "0.22.1 v1/core/block_pool.py:463-477")
     def reset(self, state: State) -> State:
         """A reset empties the cache if no block is held, and otherwise does nothing.
 

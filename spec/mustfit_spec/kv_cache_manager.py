@@ -21,7 +21,11 @@ def cdiv(a: int, b: int) -> int:
 class KVCacheManager(BlockPool):
     """Rules about admission and allocation. ``allocate_slots`` puts them together."""
 
-    @rule("CACHE-LOOKUP", "0.22.1 v1/core/single_type_kv_cache_manager.py:507-520")
+    @rule(
+        "CACHE-LOOKUP",
+        "0.22.1 v1/core/kv_cache_manager.py:210-211, "
+        "v1/core/single_type_kv_cache_manager.py:507-518",
+    )
     def get_computed_blocks(self, state: State, request: Request) -> tuple[int, ...]:
         """A prefix hit is the longest run of full blocks, from the start, that are all cached.
 
@@ -37,7 +41,7 @@ class KVCacheManager(BlockPool):
             hit.append(block_id)
         return tuple(hit)
 
-    @rule("CACHE-LAST-TOKEN", "0.22.1 v1/core/kv_cache_manager.py:213-219")
+    @rule("CACHE-LAST-TOKEN", "0.22.1 v1/core/kv_cache_manager.py:219-224")
     def max_cache_hit_length(self, request: Request) -> int:
         """The last known token is always computed anew, to have something to sample from.
 
@@ -45,7 +49,7 @@ class KVCacheManager(BlockPool):
         """
         return request.num_tokens - 1
 
-    @rule("ALLOC-COUNT", "0.22.1 v1/core/single_type_kv_cache_manager.py:120-167")
+    @rule("ALLOC-COUNT", "0.22.1 v1/core/single_type_kv_cache_manager.py:120,134-155,165-168")
     def get_num_blocks_to_allocate(
         self, state: State, request: Request, num_tokens: int, new_computed_blocks: tuple[int, ...]
     ) -> int:
@@ -59,7 +63,7 @@ class KVCacheManager(BlockPool):
         num_new_blocks = max(num_required_blocks - num_local_computed_blocks, 0)
         return num_new_blocks + self.get_num_evictable_blocks(state, new_computed_blocks)
 
-    @rule("ALLOC-INACTIVE-HIT", "0.22.1 v1/core/single_type_kv_cache_manager.py:161-167")
+    @rule("ALLOC-INACTIVE-HIT", "0.22.1 v1/core/single_type_kv_cache_manager.py:87,165-168")
     def get_num_evictable_blocks(self, state: State, new_computed_blocks: tuple[int, ...]) -> int:
         """A hit on an inactive cached block costs a free block; a hit on an active one doesn't.
 
@@ -92,7 +96,7 @@ class KVCacheManager(BlockPool):
         """
         return min(request.num_tokens, self.config.max_model_len)
 
-    @rule("ALLOC-SLOTS", "0.22.1 v1/core/kv_cache_manager.py:339-344,362-365")
+    @rule("ALLOC-SLOTS", "0.22.1 v1/core/kv_cache_manager.py:338-344,362-365")
     def num_tokens_need_slot(
         self,
         request: Request,
@@ -133,7 +137,7 @@ class KVCacheManager(BlockPool):
         """No blocks are kept free beyond those asked for."""
         return 0
 
-    @rule("ALLOC-REFUSE", "0.22.1 v1/core/kv_cache_manager.py:236-427")
+    @rule("ALLOC-REFUSE", "0.22.1 v1/core/kv_cache_manager.py:346-360,377-425")
     def allocate_slots(
         self,
         state: State,
@@ -193,7 +197,7 @@ class KVCacheManager(BlockPool):
             )
         )
 
-    @rule("CACHE-AT-ALLOCATION", "0.22.1 v1/core/kv_cache_manager.py:416-425")
+    @rule("CACHE-AT-ALLOCATION", "0.22.1 v1/core/kv_cache_manager.py:421-425")
     def cache_at_allocation(self, state: State, request: Request, num_tokens: int) -> State:
         """Blocks that this step is going to fill are cached now, before they are computed.
 

@@ -27,7 +27,7 @@ class V0_21_0(Scheduler):
 class V0_23_0(V0_21_0):
     """An admission takes lookahead slots as well."""
 
-    @rule("WAIT-LOOKAHEAD", "0.23.0 v1/core/sched/scheduler.py:734-739")
+    @rule("WAIT-LOOKAHEAD", "0.23.0 v1/core/sched/scheduler.py:736-739")
     def lookahead_of_waiting(self) -> int:
         """An admission takes lookahead slots, like any allocation.
 
@@ -41,7 +41,11 @@ class V0_24_0(V0_23_0):
 
     lacks: ClassVar[frozenset[str]] = V0_23_0.lacks - {"watermark"}
 
-    @rule("ALLOC-WATERMARK", "0.24.0 v1/core/kv_cache_manager.py:163,363-385,417")
+    @rule(
+        "ALLOC-WATERMARK",
+        "0.24.0 v1/core/kv_cache_manager.py:163,363-370,385-387,416-420, "
+        "v1/core/sched/scheduler.py:885",
+    )
     def watermark_blocks(self, request: Request, *, has_scheduled_reqs: bool) -> int:
         """An admission leaves ``int(watermark * num_gpu_blocks)`` blocks free, if anybody runs.
 
@@ -51,7 +55,7 @@ class V0_24_0(V0_23_0):
             return int(self.config.watermark * self.config.num_gpu_blocks)
         return 0
 
-    @rule("ALLOC-FREE-ORDER", "0.24.0 v1/core/block_pool.py:614-635")
+    @rule("ALLOC-FREE-ORDER", "0.24.0 v1/core/block_pool.py:623-635")
     def put_back(self, state: State, block_ids: tuple[int, ...]) -> State:
         """Freed blocks that are cached go to the tail of the free queue, all others to its head.
 
@@ -75,7 +79,7 @@ class V0_24_0(V0_23_0):
 class V0_27_0(V0_24_0):
     """Without prefix caching, freed blocks go to the tail again."""
 
-    @rule("ALLOC-FREE-ORDER", "0.27.0 v1/core/block_pool.py:719-742")
+    @rule("ALLOC-FREE-ORDER", "0.27.0 v1/core/block_pool.py:728-742")
     def put_back(self, state: State, block_ids: tuple[int, ...]) -> State:
         """Freed blocks that are cached, or that can't be, go to the tail, all others to the head.
 
@@ -92,13 +96,16 @@ class V0_28_0(V0_27_0):
 
     moot: ClassVar[frozenset[str]] = frozenset({"STEP-ASSERT"})
 
-    @rule("STEP-BUDGET", "0.28.0 v1/core/sched/scheduler.py:565-567,927")
+    @rule(
+        "STEP-BUDGET",
+        "0.28.0 v1/core/sched/scheduler.py:111-115,496,499,565-567,700-701,927,966",
+    )
     def token_budget(self) -> int:
         """A step may schedule ``max_num_scheduled_tokens`` tokens, and no more than are batched."""
         limit = self.config.max_num_scheduled_tokens or self.config.max_num_batched_tokens
         return min(limit, self.config.max_num_batched_tokens)
 
-    @rule("RUN-MODEL-LEN", "0.28.0 v1/core/sched/scheduler.py:418-438,569-605")
+    @rule("RUN-MODEL-LEN", "0.28.0 v1/core/sched/scheduler.py:474,571-576,604-606")
     def tokens_to_model_end(self, request: Request) -> int:
         """A running request never computes its ``max_model_len``-th token.
 
@@ -106,13 +113,13 @@ class V0_28_0(V0_27_0):
         """
         return max(super().tokens_to_model_end(request), 0)
 
-    @rule("PREEMPT-INDEX", "0.28.0 v1/core/sched/scheduler.py:650-653")
+    @rule("PREEMPT-INDEX", "0.28.0 v1/core/sched/scheduler.py:650-656")
     def req_index_after(self, step: Step, victim: str) -> int:
         """Whoever comes next keeps the turn, wherever the victim stood."""
         stood_before = step.state.running.index(victim) < step.req_index
         return step.req_index - 1 if stood_before else step.req_index
 
-    @rule("ALLOC-FREE-ORDER", "0.28.0 v1/core/block_pool.py:719-743")
+    @rule("ALLOC-FREE-ORDER", "0.28.0 v1/core/block_pool.py:728-743")
     def put_back(self, state: State, block_ids: tuple[int, ...]) -> State:
         """Freed blocks that are cached go to the tail of the free queue, all others to its head.
 
@@ -124,7 +131,7 @@ class V0_28_0(V0_27_0):
 class V0_29_0(V0_28_0):
     """``min_tokens`` no longer keeps a request from ending."""
 
-    @rule("STEP-STOP", "0.29.0 v1/core/sched/utils.py:94-121")
+    @rule("STEP-STOP", "0.29.0 v1/core/sched/utils.py:100-115")
     def finish_reason(self, request: Request) -> FinishReason | None:
         """A request ends at a stop token, or at ``max_model_len`` or ``max_tokens``.
 
@@ -138,7 +145,7 @@ class V0_31_0(V0_29_0):
 
     lacks: ClassVar[frozenset[str]] = frozenset()
 
-    @rule("STEP-THRESHOLD", "0.31.0 v1/core/sched/scheduler.py:614-625")
+    @rule("STEP-THRESHOLD", "0.31.0 v1/core/sched/scheduler.py:614-626,679-680,1110-1111")
     def long_prefill_token_threshold(self, state: State) -> int:
         """With two requests or more, none gets more than ``long_prefill_token_threshold`` tokens.
 

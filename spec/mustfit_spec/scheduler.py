@@ -100,7 +100,7 @@ class Scheduler(KVCacheManager):
         state, outcome = self.schedule(state)
         return self.update_from_output(state, outcome)
 
-    @rule("STEP-ORDER", "0.22.1 v1/core/sched/scheduler.py:364-366,544-548")
+    @rule("STEP-ORDER", "0.22.1 v1/core/sched/scheduler.py:365-367,545-548")
     def schedule(self, state: State) -> tuple[State, StepOutcome]:
         """Running requests are scheduled first, then waiting ones are admitted.
 
@@ -122,7 +122,7 @@ class Scheduler(KVCacheManager):
         )
         return self.advance(step.state, outcome), outcome
 
-    @rule("STEP-BUDGET", "0.22.1 v1/core/sched/scheduler.py:103-107,348")
+    @rule("STEP-BUDGET", "0.22.1 v1/core/sched/scheduler.py:104-108,348")
     def token_budget(self) -> int:
         """A step may schedule ``max_num_scheduled_tokens`` tokens, or else so many as are batched."""
         return self.config.max_num_scheduled_tokens or self.config.max_num_batched_tokens
@@ -139,7 +139,7 @@ class Scheduler(KVCacheManager):
 
     # --- The running loop ---------------------------------------------------------------------
 
-    @rule("RUN-ORDER", "0.22.1 v1/core/sched/scheduler.py:364-501")
+    @rule("RUN-ORDER", "0.22.1 v1/core/sched/scheduler.py:365-367,498-499")
     def schedule_running(self, step: Step) -> Step:
         """Running requests are scheduled in the order of their admission, while budget is left."""
         while step.req_index < len(step.state.running) and step.token_budget > 0:
@@ -163,17 +163,17 @@ class Scheduler(KVCacheManager):
         num_new_tokens = min(self.capped(step, num_new_tokens), step.token_budget)
         return min(num_new_tokens, self.tokens_to_model_end(request))
 
-    @rule("RUN-MODEL-LEN", "0.22.1 v1/core/sched/scheduler.py:394-398")
+    @rule("RUN-MODEL-LEN", "0.22.1 v1/core/sched/scheduler.py:396-398")
     def tokens_to_model_end(self, request: Request) -> int:
         """A running request never computes its ``max_model_len``-th token."""
         return self.config.max_model_len - 1 - request.num_computed_tokens
 
-    @rule("RUN-PASS-OVER", "0.22.1 v1/core/sched/scheduler.py:423-439")
+    @rule("RUN-PASS-OVER", "0.22.1 v1/core/sched/scheduler.py:423,438-439")
     def pass_over(self, step: Step) -> Step:
         """A running request with nothing to compute is passed over; those behind it are not."""
         return attrs.evolve(step, req_index=step.req_index + 1)
 
-    @rule("RUN-PREEMPT", "0.22.1 v1/core/sched/scheduler.py:443-499")
+    @rule("RUN-PREEMPT", "0.22.1 v1/core/sched/scheduler.py:443-487")
     def make_room(self, step: Step, request: Request, num_new_tokens: int) -> Step:
         """While the chunk of a running request doesn't fit, somebody running is preempted.
 
@@ -205,7 +205,7 @@ class Scheduler(KVCacheManager):
 
     # --- Preemption ---------------------------------------------------------------------------
 
-    @rule("PREEMPT-VICTIM", "0.22.1 v1/core/sched/scheduler.py:456-481")
+    @rule("PREEMPT-VICTIM", "0.22.1 v1/core/sched/scheduler.py:456-461,480-481")
     def victim(self, state: State) -> str:
         """The victim is the last of ``running``; by priority, the largest in priority and arrival.
 
@@ -228,7 +228,7 @@ class Scheduler(KVCacheManager):
             preempted=(*step.preempted, victim),
         )
 
-    @rule("PREEMPT-INDEX", "0.22.1 v1/core/sched/scheduler.py:462-480")
+    @rule("PREEMPT-INDEX", "0.22.1 v1/core/sched/scheduler.py:461-462,479")
     def req_index_after(self, step: Step, victim: str) -> int:
         """Whoever comes next keeps the turn if the victim had been scheduled in this step.
 
@@ -242,7 +242,7 @@ class Scheduler(KVCacheManager):
         """A request that has to preempt itself ends the running loop, for those behind it too."""
         return True
 
-    @rule("PREEMPT-FREE", "0.22.1 v1/core/sched/scheduler.py:929-944")
+    @rule("PREEMPT-FREE", "0.22.1 v1/core/sched/scheduler.py:938-941")
     def preempt(self, state: State, victim: str) -> State:
         """A preempted request gives up all its blocks and keeps its output.
 
@@ -256,7 +256,10 @@ class Scheduler(KVCacheManager):
         state = attrs.evolve(state, running=tuple(r for r in state.running if r != victim))
         return self.requeue(state, request)
 
-    @rule("PREEMPT-REQUEUE", "0.22.1 v1/core/sched/scheduler.py:949")
+    @rule(
+        "PREEMPT-REQUEUE",
+        "0.22.1 v1/core/sched/scheduler.py:949, v1/core/sched/request_queue.py:94,165",
+    )
     def requeue(self, state: State, request: Request) -> State:
         """A preempted request goes to the head of ``waiting``; by priority, to its place there."""
         if self.config.policy == "fcfs":
@@ -270,7 +273,7 @@ class Scheduler(KVCacheManager):
         """In a step that preempted somebody, nobody is admitted."""
         return bool(step.preempted)
 
-    @rule("WAIT-LOOP", "0.22.1 v1/core/sched/scheduler.py:548-556,735-740")
+    @rule("WAIT-LOOP", "0.22.1 v1/core/sched/scheduler.py:548-555,733-740")
     def schedule_waiting(self, step: Step) -> Step:
         """Waiting requests are admitted from the head on, while budget and seats are left.
 
@@ -284,7 +287,7 @@ class Scheduler(KVCacheManager):
             step = admitted
         return step
 
-    @rule("WAIT-BLOCKED", "0.22.1 v1/core/sched/scheduler.py:555,735-740")
+    @rule("WAIT-BLOCKED", "0.22.1 v1/core/sched/scheduler.py:555,733-740")
     def blocked(self, step: Step, head: Request) -> Step:  # noqa: ARG002
         """For a head that can't be admitted nothing is done, and nobody is preempted for it.
 
@@ -298,7 +301,7 @@ class Scheduler(KVCacheManager):
         """Admission goes on while fewer than ``max_num_seqs`` requests are running."""
         return len(state.running) < self.config.max_num_seqs
 
-    @rule("WAIT-GATE", "0.22.1 v1/core/sched/scheduler.py:591-740")
+    @rule("WAIT-GATE", "0.22.1 v1/core/sched/scheduler.py:591-595,721-740")
     def try_to_admit(self, step: Step, request: Request) -> Step | None:
         """A waiting request is admitted if its allocation succeeds, the gate applying if it's on.
 
@@ -330,7 +333,7 @@ class Scheduler(KVCacheManager):
             ),
         )
 
-    @rule("WAIT-TOKENS", "0.22.1 v1/core/sched/scheduler.py:651-670")
+    @rule("WAIT-TOKENS", "0.22.1 v1/core/sched/scheduler.py:654-657,669")
     def num_new_tokens_of_waiting(
         self, step: Step, request: Request, num_computed_tokens: int
     ) -> int | None:
@@ -343,7 +346,7 @@ class Scheduler(KVCacheManager):
             return None
         return min(num_new_tokens, step.token_budget)
 
-    @rule("WAIT-CHUNKED", "0.22.1 v1/core/sched/scheduler.py:659-667")
+    @rule("WAIT-CHUNKED", "0.22.1 v1/core/sched/scheduler.py:661-667")
     def would_be_chunked(self, step: Step, num_new_tokens: int) -> bool:
         """Without chunked prefill, a request that needs more than is left of the budget waits."""
         return num_new_tokens > step.token_budget
@@ -353,7 +356,7 @@ class Scheduler(KVCacheManager):
         """An admission takes no lookahead slots."""
         return 0
 
-    @rule("WAIT-ADMIT", "0.22.1 v1/core/sched/scheduler.py:764-804")
+    @rule("WAIT-ADMIT", "0.22.1 v1/core/sched/scheduler.py:762,784,803-804")
     def admit(self, state: State, request_id: str, num_computed_tokens: int) -> State:
         """An admitted request leaves the head of ``waiting`` and becomes the last of ``running``."""
         request = attrs.evolve(
@@ -369,7 +372,7 @@ class Scheduler(KVCacheManager):
 
     # --- The step's output --------------------------------------------------------------------
 
-    @rule("STEP-ADVANCE", "0.22.1 v1/core/sched/scheduler.py:951-970")
+    @rule("STEP-ADVANCE", "0.22.1 v1/core/sched/scheduler.py:961-964")
     def advance(self, state: State, outcome: StepOutcome) -> State:
         """Scheduled tokens count as computed as soon as the step is scheduled."""
         for request_id, num_tokens in outcome.num_scheduled_tokens:
@@ -381,7 +384,10 @@ class Scheduler(KVCacheManager):
             )
         return state
 
-    @rule("STEP-OUTPUT", "0.22.1 v1/core/sched/scheduler.py:1344-1520")
+    @rule(
+        "STEP-OUTPUT",
+        "0.22.1 v1/core/sched/scheduler.py:1347,1407-1410,1474-1485,1529-1530,1656-1664",
+    )
     def update_from_output(
         self, state: State, outcome: StepOutcome
     ) -> tuple[State, StepOutcome]:
@@ -410,7 +416,7 @@ class Scheduler(KVCacheManager):
         if num_tokens <= 0:
             raise SchedulerFailure(f"{request_id} was scheduled with {num_tokens} tokens")
 
-    @rule("STEP-STOP", "0.22.1 v1/core/sched/utils.py:94-119")
+    @rule("STEP-STOP", "0.22.1 v1/core/sched/utils.py:100-117")
     def finish_reason(self, request: Request) -> FinishReason | None:
         """A request ends at a stop token, or at ``max_model_len`` or ``max_tokens``.
 
@@ -432,7 +438,10 @@ class Scheduler(KVCacheManager):
             return "length"
         return None
 
-    @rule("STEP-FINISH", "0.22.1 v1/core/sched/scheduler.py:1842-1863")
+    @rule(
+        "STEP-FINISH",
+        "0.22.1 v1/core/sched/scheduler.py:1480,1529-1530,1821-1824,1838,1855-1856,1862-1863",
+    )
     def finish(self, state: State, request_id: str) -> State:
         """A request that ends leaves its queue and gives up its blocks, whatever ended it."""
         state = self.free(state, state.request(request_id))
@@ -451,7 +460,7 @@ class Scheduler(KVCacheManager):
         state = attrs.evolve(state, requests=(*state.requests, request))
         return self.enqueue(state, request)
 
-    @rule("WAIT-ORDER", "0.22.1 v1/core/sched/request_queue.py:76-198, v1/request.py:295-307")
+    @rule("WAIT-ORDER", "0.22.1 v1/core/sched/request_queue.py:80,146, v1/request.py:306-311")
     def enqueue(self, state: State, request: Request) -> State:
         """A new request waits behind all others; by priority, behind those that come before it.
 
@@ -469,12 +478,12 @@ class Scheduler(KVCacheManager):
         """Where a request stands under the priority policy; the smallest is served first."""
         return (request.given.priority, request.given.arrival_time, request.request_id)
 
-    @rule("STEP-ABORT", "0.22.1 v1/core/sched/scheduler.py:1779-1840")
+    @rule("STEP-ABORT", "0.22.1 v1/core/sched/scheduler.py:1806-1838")
     def abort(self, state: State, request_id: str) -> State:
         """An aborted request ends at once, waiting or running. One that isn't there is passed over."""
         return self.finish(state, request_id) if state.has(request_id) else state
 
-    @rule("STEP-RESET", "0.22.1 v1/core/sched/scheduler.py:1896-1944")
+    @rule("STEP-RESET", "0.22.1 v1/core/sched/scheduler.py:1906,1914-1916,1932")
     def reset_prefix_cache(self, state: State, *, reset_running_requests: bool = False) -> State:
         """A reset may first preempt everybody who runs, the last first, so that it can succeed.
 

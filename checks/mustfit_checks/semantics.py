@@ -1,6 +1,13 @@
-"""What docs/semantics.md repeats of the code: each rule's statement and source, by revision."""
+"""What docs/semantics.md repeats of the code: each rule's statement and source, by revision.
+
+``python -m mustfit_checks.semantics docs/semantics.md`` brings the page up to date.
+"""
 
 from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
 
 from mustfit_spec import REVISIONS, Rule, Scheduler
 
@@ -30,3 +37,18 @@ def heading(rule_id: str) -> list[str]:
         since = f"*Since {revision}:* " if lines else ""
         lines.append(f"> {since}{rule.statement} (`{rule.source}`, `{rule.method}`)")
     return lines
+
+
+def updated(text: str) -> str:
+    """The page with each rule's statements and sources as the code has them."""
+
+    def section(match: re.Match[str]) -> str:
+        quoted = "\n>\n".join(heading(match["rule"]))
+        return f"### {match['rule']}\n\n{quoted}\n"
+
+    return re.sub(r"^### (?P<rule>[A-Z]+(?:-[A-Z]+)+)\n\n(?:>.*\n)*", section, text, flags=re.M)
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1])
+    page.write_text(updated(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -26,7 +26,7 @@ from mustfit_checks.vllm_setup import (
     source_tree,
 )
 from mustfit_checks.what import What, start
-from mustfit_spec import REVISIONS
+from mustfit_spec import REVISIONS, Scenario, Trace, run
 
 DEFAULT_RELEASES = "0.22.1,0.33.0"
 
@@ -64,11 +64,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes ``vllm_release`` runs for every release that was asked for."""
+    """Runs tests once for each scheduler that they are about.
+
+    One that takes ``vllm_release``: for every release that was asked for. One that takes ``ask``
+    and ``release``: for every revision of the specification, and for these releases.
+    """
+    # With none at all a test still appears, to be skipped with a message.
+    asked = releases(metafunc.config) or ("none",)
     if "vllm_release" in metafunc.fixturenames:
-        asked = releases(metafunc.config)
-        # With none at all it still appears, to be skipped with a message.
-        metafunc.parametrize("vllm_release", asked or ("none",))
+        metafunc.parametrize("vllm_release", asked)
+    if "subject" in metafunc.fixturenames:
+        spec = [pytest.param(("spec", name), id=f"spec-{name}") for name in REVISIONS]
+        real = [
+            pytest.param(("vllm", name), id=f"vllm-{name}", marks=pytest.mark.vllm)
+            for name in asked
+        ]
+        metafunc.parametrize("subject", [*spec, *real], indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -146,3 +157,26 @@ def vllm(install: Install) -> Iterator[Vllm]:
     yield get
     for sut in started.values():
         sut.close()
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Who is asked: ``spec`` or ``vllm``, and which revision or release."""
+    kind, name = request.param
+    return str(kind), str(name)
+
+
+@pytest.fixture
+def release(subject: tuple[str, str]) -> str:
+    """The release that ``ask`` asks; of a revision, the first that behaves so."""
+    return subject[1]
+
+
+@pytest.fixture
+def ask(subject: tuple[str, str], request: pytest.FixtureRequest) -> Callable[[Scenario], Trace]:
+    """Runs a scenario on the specification or on the real scheduler."""
+    kind, name = subject
+    if kind == "spec":
+        return lambda scenario: run(scenario, REVISIONS[name](scenario.config))
+    real: Vllm = request.getfixturevalue("vllm")
+    return real(name).ask

@@ -32,7 +32,7 @@ def test_the_same_on_every_machine_and_python() -> None:
     assert digest.hexdigest() == DIGEST
 
 
-DIGEST = "8e794f999b0345f765e2b7b5e30a0f611207b4ffd2fe6c822de2b1c4d19a70f4"
+DIGEST = "674e1eca0f533b91c84406e6816dc7015e7b2e31fcb15a55fd41bf400c212914"
 
 
 @pytest.mark.parametrize("revision", REVISIONS)

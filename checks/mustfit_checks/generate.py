@@ -18,10 +18,19 @@ from typing import Any, Literal
 from mustfit_spec import Config, NewRequest, Operation, Scenario
 from mustfit_spec.kv_cache_manager import cdiv
 
-#: What a scenario is like. ``crowd``: many short requests at once, so that one preempts several
-#: others and budgets are shared. ``long-and-short``: a long prompt computed in large chunks while
-#: short requests take the blocks it will need.
-Shape = Literal["mixed", "crowd", "long-and-short"]
+#: What a scenario is like. ``crowd``: many short requests at once, so that one preempts another and
+#: the budget is shared. ``long-and-short``: a long prompt computed in large chunks while short
+#: requests take the blocks it will need. ``pile-up``: the same, so that it has to preempt several
+#: of them at once. ``leftovers``: a long prompt computed with what shorter requests of a worse
+#: priority leave of the budget, until they preempt each other.
+Shape = Literal["mixed", "crowd", "long-and-short", "pile-up", "leftovers"]
+SHAPES: dict[Shape, int] = {
+    "mixed": 10,
+    "crowd": 4,
+    "long-and-short": 3,
+    "pile-up": 1,
+    "leftovers": 1,
+}
 
 STEP = Operation(op="step")
 #: More steps than this say little that fewer don't.
@@ -55,7 +64,7 @@ class _Generator:
         self.lacks = lacks
         self.block_size = random.choice((1, 2, 2, 3, 4, 4, 4, 5, 8))
         self.next_token = 100
-        self.shape: Shape = random.choices(("mixed", "crowd", "long-and-short"), (6, 2, 2))[0]
+        self.shape: Shape = random.choices(tuple(SHAPES), tuple(SHAPES.values()))[0]
 
     def maybe(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -89,7 +98,7 @@ class _Generator:
 
     def requests(self) -> tuple[NewRequest, ...]:
         few = (1, 2, 2, 3, 3, 3, 4, 4, 5, 6)
-        number = self.random.choice(few if self.shape == "mixed" else (3, 4, 5, 6))
+        number = self.random.choice(few if self.shape == "mixed" else (3, 4, 5, 5, 6))
         stems = [self.fresh(self.length(4)) for _ in range(self.random.choice((1, 1, 2)))]
         sharing = self.random.choice((0.0, 0.4, 0.8))
         arrivals = self.random.choice((1, 3, 20))
@@ -98,7 +107,8 @@ class _Generator:
             self.random.shuffle(ids)
         made: list[NewRequest] = []
         for request_id in ids:
-            made.append(self.request(request_id, stems, made, sharing, arrivals))
+            last = len(made) == number - 1
+            made.append(self.request(request_id, stems, made, sharing, arrivals, last=last))
         return tuple(made)
 
     def request(
@@ -108,15 +118,19 @@ class _Generator:
         earlier: list[NewRequest],
         sharing: float,
         arrivals: int,
+        *,
+        last: bool,
     ) -> NewRequest:
-        prompt = self.shaped_prompt(stems, earlier, sharing)
+        prompt = self.shaped_prompt(stems, earlier, sharing, last=last)
         sampled = self.sampled(earlier)
         priority = self.between(0, 2)
         if self.shape == "crowd":
             sampled += self.fresh(self.between(1, 2 * self.block_size))
-            if arrivals > 1:
-                # The later, the better: victims then stand in front of those they make room for.
-                priority = -len(earlier)
+        elif self.shape != "mixed":
+            sampled += self.fresh(2 * self.block_size)
+        if self.shape == "leftovers" or (self.shape == "crowd" and arrivals > 1):
+            # The later, the better: victims then stand in front of those they make room for.
+            priority = -len(earlier)
         ends: dict[str, Any] = {}
         if self.maybe(0.2):
             ends["max_tokens"] = self.between(1, len(sampled))
@@ -137,12 +151,22 @@ class _Generator:
         )
 
     def shaped_prompt(
-        self, stems: list[tuple[int, ...]], earlier: list[NewRequest], sharing: float
+        self,
+        stems: list[tuple[int, ...]],
+        earlier: list[NewRequest],
+        sharing: float,
+        *,
+        last: bool,
     ) -> tuple[int, ...]:
         if self.shape == "mixed":
             return self.prompt(stems, earlier, sharing)
-        if self.shape == "long-and-short" and not earlier:
-            return self.fresh(self.length(8) + 2 * self.block_size)
+        if self.shape in {"long-and-short", "pile-up"} and not earlier:
+            return self.fresh(self.length(6) + 3 * self.block_size)
+        if last and (self.shape == "leftovers" or (self.shape == "crowd" and self.maybe(0.6))):
+            # It takes what the others leave of the budget, for many steps.
+            return self.fresh(self.length(3) + 2 * self.block_size)
+        if self.shape in {"pile-up", "leftovers"}:
+            return self.fresh(self.between(1, self.block_size))
         return self.prompt(stems, earlier, sharing / 2)[: self.length(1)]
 
     def prompt(
@@ -174,8 +198,10 @@ class _Generator:
         chunked = self.maybe(0.85)
         max_model_len = self.max_model_len(requests)
         budget = self.budget(requests)
-        if self.shape == "crowd":
-            budget += len(requests)
+        if self.shape == "crowd" and self.maybe(0.5):
+            budget = len(requests) + self.between(0, 2)
+        elif self.shape != "mixed":
+            budget += 3 * len(requests)
         if not chunked:
             budget = max(budget, max_model_len)
         fewest = 1 if self.shape == "mixed" else len(requests)
@@ -190,16 +216,19 @@ class _Generator:
             "enable_chunked_prefill": chunked,
             "enable_prefix_caching": self.maybe(0.85),
             "policy": "priority" if self.maybe(0.7 if self.shape == "crowd" else 0.4) else "fcfs",
-            "scheduler_reserve_full_isl": self.maybe(0.4 if self.shape != "mixed" else 0.7),
+            "scheduler_reserve_full_isl": self.maybe(
+                {"mixed": 0.7, "crowd": 0.4}.get(self.shape, 0.25)
+            ),
         }
         if self.maybe(0.8 if self.shape == "long-and-short" else 0.3):
-            fields["long_prefill_token_threshold"] = self.between(
-                1, min(max_model_len, 3 * self.block_size)
+            fewest = self.block_size if self.shape == "long-and-short" else 1
+            fields["long_prefill_token_threshold"] = min(
+                max_model_len, self.between(fewest, 4 * self.block_size)
             )
             fields["long_prefill_token_threshold_adaptive"] = self.maybe(0.4)
-        if self.maybe(0.4 if self.shape == "crowd" else 0.15):
+        if self.maybe(0.5 if self.shape == "crowd" else 0.15):
             fields["max_num_scheduled_tokens"] = (
-                self.between(2, len(requests))
+                len(requests) - self.between(0, 2)
                 if self.shape == "crowd"
                 else self.between(1, budget + 2)
             )
@@ -209,7 +238,38 @@ class _Generator:
             fields["watermark"] = self.watermark(num_gpu_blocks)
         if self.maybe(0.25):
             fields["num_lookahead_tokens"] = self.between(1, 2 * self.block_size)
+        fields |= self.staged(requests)
         return Config(**{k: v for k, v in fields.items() if k not in self.lacks})
+
+    def staged(self, requests: tuple[NewRequest, ...]) -> dict[str, Any]:
+        """The settings that two of the shapes need, to come about at all."""
+        if self.shape not in {"pile-up", "leftovers"}:
+            return {}
+        number = len(requests)
+        prompts = sum(self.blocks(len(r.prompt_token_ids)) for r in requests)
+        totals = [len(r.prompt_token_ids) + r.output_limit for r in requests]
+        staged: dict[str, Any] = {
+            "max_model_len": max(totals) + 1,
+            "max_num_seqs": number,
+            "scheduler_reserve_full_isl": False,
+            "enable_chunked_prefill": True,
+            "num_gpu_blocks": 1 + max(self.blocks(max(totals)), prompts - self.between(0, number)),
+            "max_num_scheduled_tokens": None,
+            "max_num_active_seqs": None,
+            "watermark": 0.0,
+            "long_prefill_token_threshold_adaptive": False,
+        }
+        if self.shape == "pile-up":
+            chunk = self.between(2, 4) * self.block_size
+            return staged | {
+                "long_prefill_token_threshold": min(chunk, staged["max_model_len"]),
+                "max_num_batched_tokens": chunk + number * self.block_size,
+            }
+        return staged | {
+            "long_prefill_token_threshold": 0,
+            "max_num_batched_tokens": number - 1 + self.between(1, 3),
+            "policy": "priority",
+        }
 
     def max_model_len(self, requests: tuple[NewRequest, ...]) -> int:
         totals = [len(r.prompt_token_ids) + r.output_limit for r in requests]

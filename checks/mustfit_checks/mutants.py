@@ -380,14 +380,10 @@ class _DuplicateNotCached(Scheduler):
 
 @mutant("stale-blocks-stay-cached", breaks="CACHE-EVICT")
 class _StaleBlocksStayCached(Scheduler):
-    """A block that is handed out for other content stays in the cache until it is filled."""
+    """A block stays in the cache until it is filled with other content."""
 
-    def get_new_blocks(self, state: State, num_blocks: int) -> tuple[State, tuple[int, ...]]:
-        taken = state.free_block_queue[:num_blocks]
-        state = attrs.evolve(state, free_block_queue=state.free_block_queue[num_blocks:])
-        for block_id in taken:
-            state = self.take_reference(state, block_id)
-        return state, taken
+    def evict(self, state: State, block_id: int) -> State:
+        return state
 
     def cache_block(self, state: State, block_id: int, block_hash: BlockHash) -> State:
         return super().cache_block(super().evict(state, block_id), block_id, block_hash)

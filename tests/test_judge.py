@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -37,13 +38,15 @@ def wrong(name: str, drawn: Scenario) -> Trace:
 class Failing(InProcess):
     """Answers so many scenarios, then fails."""
 
-    def __init__(self, answer: object, *, after: int, error: BaseException) -> None:
-        super().__init__(answer, name="failing")  # type: ignore[arg-type]
+    def __init__(
+        self, answer: Callable[[Scenario], Trace], *, after: int, error: BaseException
+    ) -> None:
+        super().__init__(answer, name="failing")
         self.after = after
         self.error = error
 
-    def traces(self, scenarios: object) -> Iterator[Trace]:
-        for index, drawn in enumerate(scenarios):  # type: ignore[call-overload]
+    def traces(self, scenarios: Iterable[Scenario]) -> Iterator[Trace]:
+        for index, drawn in enumerate(scenarios):
             if index == self.after:
                 raise self.error
             yield self.ask(drawn)
@@ -137,7 +140,7 @@ def mustfit(*args: str) -> Result:
     return CliRunner().invoke(main, args)
 
 
-def run_judge(folder: Path, *args: str) -> tuple[int, dict[str, object]]:
+def run_judge(folder: Path, *args: str) -> tuple[int, dict[str, Any]]:
     result = mustfit("judge", "--json", "--cases", str(folder), *args)
     return result.exit_code, json.loads(result.stdout)
 
@@ -173,7 +176,7 @@ def test_divergent_exits_1_and_saves_a_case_that_repeats_it(tmp_path: Path) -> N
     sut = ("--sut", "mutant:oldest-first")
     code, verdict = run_judge(tmp_path, *sut, "--scenarios", "100")
     assert code == 1
-    (divergence,) = verdict["divergences"]  # type: ignore[misc]
+    (divergence,) = verdict["divergences"]
     assert divergence["rule"] == "PREEMPT-VICTIM"
     assert divergence["behaves_like"] == "oldest-first"
     case = Path(divergence["case"])
@@ -185,7 +188,7 @@ def test_divergent_exits_1_and_saves_a_case_that_repeats_it(tmp_path: Path) -> N
     again, repeated = run_judge(tmp_path, *sut, "--case", str(case))
     assert again == 1
     assert repeated["scenarios"] == 1
-    assert repeated["divergences"][0]["case"] == str(case)  # type: ignore[index]
+    assert repeated["divergences"][0]["case"] == str(case)
     fine, _ = run_judge(tmp_path, "--sut", "spec", "--case", str(case))
     assert fine == 0
 

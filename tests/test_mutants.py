@@ -66,14 +66,10 @@ def test_the_judge_names_the_rule(mutant: Mutant) -> None:
     revision = next(r for r in reversed(REVISIONS) if mutant.exists_in(r))
     scheduler = REVISIONS[revision]
     sut = InProcess(lambda drawn: mutant_trace(drawn, mutant, revision), name=mutant.name)
-    judge = Judge(
-        sut=sut, against=revision, revision=scheduler, profile="identity", stop_after=60
-    )
+    judge = Judge(sut=sut, against=revision, revision=scheduler, profile="identity", stop_after=60)
     verdict = judge.judge(asked(revision, index)[0] for index in range(ENOUGH))
     assert verdict.verdict == "divergent"
-    assert [(d.rule, d.behaves_like) for d in verdict.divergences] == [
-        (mutant.breaks, mutant.name)
-    ]
+    assert [(d.rule, d.behaves_like) for d in verdict.divergences] == [(mutant.breaks, mutant.name)]
     case = verdict.divergences[0]
     assert len(case.scenario.requests) <= 5
     assert case.scenario.num_steps <= 12

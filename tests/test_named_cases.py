@@ -97,6 +97,19 @@ def test_gate_on_waits_until_a_running_request_ends(ask: Ask) -> None:
     assert steps[3].waiting == ()
 
 
+def test_gate_on_refuses_what_the_chunk_would_allow(ask: Ask) -> None:
+    """a and b leave 8 tokens of the budget: a chunk of two blocks would fit, the whole doesn't."""
+    steps = steps_of(ask(tight(attrs.evolve(CONFIG, max_num_batched_tokens=10))))
+    assert_nobody_preempted(steps)
+    for step in steps[1:3]:
+        assert step.num_scheduled_tokens == {"a": 1, "b": 1}
+        assert step.waiting == ("c", "d")
+    assert steps[1].num_free_blocks == 2
+    assert steps[2].finished == ("a",)
+    assert steps[3].num_scheduled_tokens == {"b": 1, "c": 9}
+    assert steps[3].waiting == ("d",)
+
+
 def test_gate_off_chunk_does_not_fit(ask: Ask) -> None:
     """a and b leave 10 tokens of the budget: a chunk of three blocks. It waits as with the gate."""
     steps = steps_of(ask(tight(gate_off(max_num_batched_tokens=12))))
@@ -118,8 +131,7 @@ def test_gate_off_chunk_fits_and_is_preempted_by_itself(ask: Ask) -> None:
     assert steps[1].waiting == ("d",)
     assert steps[1].num_free_blocks == 0
     assert_nobody_preempted(steps[:2])
-    # Its next chunk needs a block. The last of running is c itself; a and b lose nothing. Having
-    # preempted, the step admits nobody, not even d.
+    # Its next chunk needs a block. The last of running is c itself; a and b lose nothing.
     assert steps[2].preempted == ("c",)
     assert steps[2].num_scheduled_tokens == {"a": 1, "b": 1}
     assert steps[2].finished == ("a",)

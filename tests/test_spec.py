@@ -144,7 +144,7 @@ def test_a_configuration_that_vllm_refuses_is_refused(
 
 def test_configuration_is_keyword_only() -> None:
     with pytest.raises(TypeError):
-        Config(4, 2, 8, 2, 8)  # type: ignore[misc]
+        Config(4, 2, 8, 2, 8)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

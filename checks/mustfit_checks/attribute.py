@@ -48,7 +48,9 @@ def imitators(
     """Names of the wrong schedulers that do just what was observed, in catalogue order."""
     for name in MUTANTS if among is None else among:
         exists = MUTANTS[name].exists_in(revision)
-        if exists and behaves_like(evidence.scenario, evidence.observed, MUTANTS[name], revision, profile):
+        if exists and behaves_like(
+            evidence.scenario, evidence.observed, MUTANTS[name], revision, profile
+        ):
             yield name
 
 
@@ -65,7 +67,7 @@ def mutant_trace(scenario: Scenario, mutant: Mutant, revision: str) -> Trace:
     return run(scenario, mutant.of(revision)(scenario.config), failures=(Exception,))
 
 
-def rule_of(evidence: Evidence, revision: type[Scheduler]) -> str:
+def rule_of(evidence: Evidence) -> str:
     """The rule that a divergence is about, from what differs."""
     difference = evidence.difference
     expected = _entry(evidence.expected, difference.step)
@@ -92,9 +94,7 @@ def _same_but_order(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
     return sorted(one) == sorted(other)
 
 
-def _rule_of_scheduling(
-    expected: StepTrace, observed: StepTrace, before: StepTrace | None
-) -> str:
+def _rule_of_scheduling(expected: StepTrace, observed: StepTrace, before: StepTrace | None) -> str:
     ran = set(before.running) if before is not None else set()
     if sorted(expected.preempted) != sorted(observed.preempted):
         return _rule_of_preemption(expected, observed)
@@ -107,9 +107,7 @@ def _rule_of_scheduling(
     if extra or missing:
         return "RUN-ORDER"
     changed = next(
-        r
-        for r, n in expected.num_scheduled_tokens.items()
-        if observed.num_scheduled_tokens[r] != n
+        r for r, n in expected.num_scheduled_tokens.items() if observed.num_scheduled_tokens[r] != n
     )
     return "RUN-TOKENS" if changed in ran else "WAIT-TOKENS"
 

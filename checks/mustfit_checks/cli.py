@@ -69,31 +69,50 @@ def main() -> None:
 @click.option("--scenarios", "count", type=click.IntRange(1), default=2000, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Makes the same scenarios.")
 @click.option(
-    "--start", "first", type=click.IntRange(0), default=0, show_default=True,
+    "--start",
+    "first",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
     help="The first scenario of the seed, counted from 0.",
 )
 @click.option(
-    "--case", "case_files", multiple=True, type=click.Path(path_type=Path, dir_okay=False),
+    "--case",
+    "case_files",
+    multiple=True,
+    type=click.Path(path_type=Path, dir_okay=False),
     help="Judge by the scenarios of this file instead; may be given more than once.",
 )
 @click.option(
-    "--cases", "folder", type=click.Path(path_type=Path, file_okay=False),
-    default=Path("mustfit-cases"), show_default=True, help="Where divergent cases are saved.",
+    "--cases",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("mustfit-cases"),
+    show_default=True,
+    help="Where divergent cases are saved.",
 )
 @click.option(
-    "--stop-after", type=click.IntRange(1), default=100, show_default=True,
+    "--stop-after",
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
     help="Divergent scenarios after which judging stops.",
 )
 @click.option(
-    "--timeout", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True,
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=60.0,
+    show_default=True,
     help="Seconds that the SUT has for each answer.",
 )
 @click.option(
-    "--vllm-source", "source", type=click.Path(path_type=Path, file_okay=False),
+    "--vllm-source",
+    "source",
+    type=click.Path(path_type=Path, file_okay=False),
     help="Judge the vLLM source tree in this folder.",
 )
 @as_json
-def judge(  # noqa: PLR0913
+def judge(
     *,
     sut_name: str | None,
     against: str | None,
@@ -276,7 +295,8 @@ def revisions(*, as_json: bool) -> None:
         found[row.revision].append(row)
     if as_json:
         table = [
-            {"revision": name, "releases": [r.release for r in rows]} for name, rows in found.items()
+            {"revision": name, "releases": [r.release for r in rows]}
+            for name, rows in found.items()
         ]
         click.echo(json.dumps({"revisions": table}))
         return

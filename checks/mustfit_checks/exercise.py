@@ -11,8 +11,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from mustfit_spec import Config, Request, RequestStatus, Scenario, Scheduler, State, StepOutcome
-from mustfit_spec import Trace, rules_of, run
+from mustfit_spec import (
+    Config,
+    Request,
+    RequestStatus,
+    Scenario,
+    Scheduler,
+    State,
+    StepOutcome,
+    Trace,
+    rules_of,
+    run,
+)
 from mustfit_spec.scheduler import Step
 
 #: Decides from the scheduler, the method's result, and its arguments.
@@ -21,7 +31,7 @@ Decisive = Callable[..., bool]
 
 def exercised(scenario: Scenario, revision: type[Scheduler]) -> tuple[Trace, frozenset[str]]:
     """What a revision does with a scenario, and the IDs of the rules that mattered."""
-    watched, seen = _watched(revision)
+    watched, seen = _watched(revision)  # type: ignore[arg-type]  # classes hash by identity
     seen.clear()
     trace = run(scenario, watched(scenario.config))
     return trace, frozenset(seen)
@@ -77,9 +87,7 @@ def _gate_length(scheduler: Scheduler, _: int, request: Request) -> bool:
     return beyond or (request.num_output_tokens > 0 and request.status is RequestStatus.PREEMPTED)
 
 
-def _slots(
-    scheduler: Scheduler, result: int, request: Request, new: int, hit: int, ahead: int
-) -> bool:
+def _slots(_: Scheduler, result: int, request: Request, new: int, hit: int, ahead: int) -> bool:
     return ahead > 0 or result < request.num_computed_tokens + hit + new
 
 
@@ -88,7 +96,7 @@ def _watermark(scheduler: Scheduler, result: int, *_: object, **__: object) -> b
 
 
 def _hit_and_new(
-    _: Scheduler, result: State, state: State, request: Request, __: int, hit: tuple[int, ...]
+    _: Scheduler, result: State, __: State, request: Request, ___: int, hit: tuple[int, ...]
 ) -> bool:
     new = len(result.request(request.request_id).block_ids) - len(request.block_ids) - len(hit)
     return bool(hit) and new > 0
@@ -111,7 +119,7 @@ def _inactive_hit(_: Scheduler, __: State, state: State, block_ids: tuple[int, .
     return any(state.blocks[b].ref_cnt == 0 for b in block_ids)
 
 
-def _whole_hit(scheduler: Scheduler, result: int, request: Request) -> bool:
+def _whole_hit(scheduler: Scheduler, _: int, request: Request) -> bool:
     return request.num_tokens % scheduler.config.block_size == 0
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any, Literal
 
-
 from mustfit_spec import Config, NewRequest, Operation, Scenario
 from mustfit_spec.kv_cache_manager import cdiv
 
@@ -356,9 +355,7 @@ class _Generator:
     def steps(self, config: Config, requests: tuple[NewRequest, ...]) -> int:
         """About as many as it takes for all to end, if all goes well; sometimes twice that."""
         outputs = sum(r.output_limit for r in requests)
-        chunks = sum(
-            cdiv(len(r.prompt_token_ids), config.max_num_batched_tokens) for r in requests
-        )
+        chunks = sum(cdiv(len(r.prompt_token_ids), config.max_num_batched_tokens) for r in requests)
         return int((chunks + outputs) * self.random.choice((0.3, 0.6, 1.0))) + 3
 
     def insert(self, operations: list[Operation], operation: Operation) -> None:

@@ -211,7 +211,7 @@ class Judge:
                     self._add(group, evidence)
                     return
         found = list(imitators(evidence, revision, self.profile))
-        rule = MUTANTS[found[0]].breaks if found else rule_of(evidence, self.revision)
+        rule = MUTANTS[found[0]].breaks if found else rule_of(evidence)
         for group in self._groups:
             if not found and not group.imitators and group.rule == rule:
                 self._add(group, evidence)
@@ -266,7 +266,7 @@ class Judge:
         if evidence is None:
             return None
         if imitator is None:
-            return evidence if rule_of(evidence, self.revision) == rule else None
+            return evidence if rule_of(evidence) == rule else None
         same = behaves_like(
             scenario,
             evidence.observed,

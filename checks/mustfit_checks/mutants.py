@@ -712,9 +712,11 @@ class _LastOfEquals(Scheduler):
     """Of several equally large in priority and arrival, the victim is the last in ``running``."""
 
     def victim(self, state: State) -> str:
-        return super().victim(attrs.evolve(state, running=state.running[::-1])) if (
-            self.config.policy == "priority"
-        ) else super().victim(state)
+        return (
+            super().victim(attrs.evolve(state, running=state.running[::-1]))
+            if (self.config.policy == "priority")
+            else super().victim(state)
+        )
 
 
 @mutant("no-refund", breaks="PREEMPT-REFUND", seen_in="vllm 23347")
@@ -722,9 +724,7 @@ class _NoRefund(Scheduler):
     """A victim that was scheduled in this step doesn't give its tokens back to the budget."""
 
     def preempt_in_step(self, step: Step, victim: str) -> Step:
-        return attrs.evolve(
-            super().preempt_in_step(step, victim), token_budget=step.token_budget
-        )
+        return attrs.evolve(super().preempt_in_step(step, victim), token_budget=step.token_budget)
 
 
 @mutant("index-not-moved", breaks="PREEMPT-INDEX", seen_in="vllm 49097")

@@ -46,7 +46,9 @@ def updated(text: str) -> str:
         quoted = "\n>\n".join(heading(match["rule"]))
         return f"### {match['rule']}\n\n{quoted}\n"
 
-    return re.sub(r"^### (?P<rule>[A-Z]+(?:-[A-Z]+)+)\n\n(?:>.*\n)*", section, text, flags=re.M)
+    return re.sub(
+        r"^### (?P<rule>[A-Z]+(?:-[A-Z]+)+)\n\n(?:>.*\n)*", section, text, flags=re.MULTILINE
+    )
 
 
 if __name__ == "__main__":

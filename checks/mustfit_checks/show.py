@@ -28,7 +28,7 @@ def verdict(
 ) -> None:
     """The verdict, each kind of divergence with its case, and the rules that were exercised."""
     for divergence in result.divergences:
-        _divergence(console, divergence, revision, files[divergence.rule], result.sut)
+        _divergence(console, divergence, revision, files[divergence.rule])
     _exercised(console, result)
     console.print(
         f"[{STYLE[result.verdict]}]{result.verdict}[/]: {escape(result.sut)} against vLLM "
@@ -63,7 +63,7 @@ def _exercised(console: Console, result: Verdict) -> None:
 
 
 def _divergence(
-    console: Console, divergence: Divergence, revision: type[Scheduler], file: Path, sut: str
+    console: Console, divergence: Divergence, revision: type[Scheduler], file: Path
 ) -> None:
     rule: Rule | None = rules_of(revision).get(divergence.rule)
     console.rule(f"[bold]{divergence.rule}[/]", align="left")

@@ -8,6 +8,7 @@ run, so that it starts from there, and its shrinker does the rest.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.database import InMemoryExampleDatabase, choices_to_bytes
-from hypothesis.errors import NoSuchExample
+from hypothesis.errors import Flaky, NoSuchExample
 
 from mustfit_spec import Config, ConfigError, NewRequest, Operation, Scenario, ScenarioError
 
@@ -85,7 +86,8 @@ def shrink(
     # which is a failure that needed just the choices it was saved with.
     database.save(KEY, choices_to_bytes([*original.choices, True]))
     best = _Smallest(scenario, still_shows, deadline=time.monotonic() + seconds)
-    try:
+    # Nothing smaller is no failure. Nor is Flaky: the time was up, and what had held no longer did.
+    with contextlib.suppress(NoSuchExample, Flaky):
         hypothesis.find(
             _smaller(scenario),
             best.consider,
@@ -98,9 +100,6 @@ def shrink(
             ),
             database_key=KEY,
         )
-    except (NoSuchExample, hypothesis.errors.Flaky):
-        # Flaky: the time was up, and what held before no longer seemed to.
-        pass
     return renamed(best.scenario, still_shows)
 
 
@@ -144,11 +143,9 @@ def rebuild(original: Scenario, choose: Chooser) -> Scenario:
     kept = {r.request_id for r in requests}
     operations: list[Operation] = []
     for operation, steps in _runs(original.operations):
-        named = operation is not None and operation.request_id is not None
-        if operation is not None and not (named and operation.request_id not in kept):
+        if operation is not None and operation.request_id in {*kept, None}:
             # A request that is kept is added; whatever else there is may go.
-            if operation.op == "add" or choose.keep():
-                operations.append(operation)
+            operations += [operation] if operation.op == "add" or choose.keep() else []
         if steps:
             operations += [Operation(op="step")] * choose.integer(0, steps)
     return Scenario(

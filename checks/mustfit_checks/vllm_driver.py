@@ -82,7 +82,7 @@ class UnsupportedError(Exception):
     """A configuration that this release has no option for."""
 
 
-class InvariantViolation(Exception):  # noqa: N818 - the name appears in traces
+class InvariantViolation(Exception):
     """A state of the block pool or of the queues that contradicts itself."""
 
 

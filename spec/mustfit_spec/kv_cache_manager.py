@@ -104,7 +104,7 @@ class KVCacheManager(BlockPool):
         num_new_computed_tokens: int,
         num_lookahead_tokens: int,
     ) -> int:
-        """Slots are needed for computed, hit, new and lookahead tokens, at most ``max_model_len``."""
+        """Slots are for computed, hit, new and lookahead tokens, at most ``max_model_len`` in all."""
         total_computed_tokens = self.total_computed_tokens(request, num_new_computed_tokens)
         return min(
             total_computed_tokens + num_new_tokens + num_lookahead_tokens,
@@ -113,9 +113,7 @@ class KVCacheManager(BlockPool):
 
     def total_computed_tokens(self, request: Request, num_new_computed_tokens: int) -> int:
         """Tokens that need no computing: computed before, or just hit; at most a whole model's."""
-        return min(
-            request.num_computed_tokens + num_new_computed_tokens, self.config.max_model_len
-        )
+        return min(request.num_computed_tokens + num_new_computed_tokens, self.config.max_model_len)
 
     @rule("ALLOC-CHUNK", "0.22.1 v1/core/kv_cache_manager.py:377-389")
     def chunk_fits(

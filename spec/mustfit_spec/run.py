@@ -37,9 +37,7 @@ def run(
     return Trace(scenario_id=scenario.scenario_id, steps=tuple(steps), error=error)
 
 
-def apply(
-    scenario: Scenario, scheduler: Scheduler, state: State, operation: Operation
-) -> State:
+def apply(scenario: Scenario, scheduler: Scheduler, state: State, operation: Operation) -> State:
     """The state after an operation that is not a step."""
     if operation.op == "reset_prefix_cache":
         return scheduler.reset_prefix_cache(

@@ -124,7 +124,7 @@ class Scheduler(KVCacheManager):
 
     @rule("STEP-BUDGET", "0.22.1 v1/core/sched/scheduler.py:104-108,348")
     def token_budget(self) -> int:
-        """A step may schedule ``max_num_scheduled_tokens`` tokens, or else so many as are batched."""
+        """A step schedules ``max_num_scheduled_tokens`` tokens, or ``max_num_batched_tokens``."""
         return self.config.max_num_scheduled_tokens or self.config.max_num_batched_tokens
 
     @rule("STEP-THRESHOLD", "0.22.1 v1/core/sched/scheduler.py:390-391,655-657")
@@ -358,7 +358,7 @@ class Scheduler(KVCacheManager):
 
     @rule("WAIT-ADMIT", "0.22.1 v1/core/sched/scheduler.py:762,784,803-804")
     def admit(self, state: State, request_id: str, num_computed_tokens: int) -> State:
-        """An admitted request leaves the head of ``waiting`` and becomes the last of ``running``."""
+        """An admitted request leaves the head of ``waiting`` and is the last of ``running``."""
         request = attrs.evolve(
             state.request(request_id),
             status=RequestStatus.RUNNING,
@@ -378,9 +378,7 @@ class Scheduler(KVCacheManager):
         for request_id, num_tokens in outcome.num_scheduled_tokens:
             request = state.request(request_id)
             state = state.with_request(
-                attrs.evolve(
-                    request, num_computed_tokens=request.num_computed_tokens + num_tokens
-                )
+                attrs.evolve(request, num_computed_tokens=request.num_computed_tokens + num_tokens)
             )
         return state
 
@@ -388,9 +386,7 @@ class Scheduler(KVCacheManager):
         "STEP-OUTPUT",
         "0.22.1 v1/core/sched/scheduler.py:1347,1407-1410,1474-1485,1529-1530,1656-1664",
     )
-    def update_from_output(
-        self, state: State, outcome: StepOutcome
-    ) -> tuple[State, StepOutcome]:
+    def update_from_output(self, state: State, outcome: StepOutcome) -> tuple[State, StepOutcome]:
         """Each scheduled request that has computed all its tokens gets one more.
 
         Those that end with it are freed at once, in the order they were scheduled.
@@ -405,9 +401,7 @@ class Scheduler(KVCacheManager):
             reason = self.finish_reason(request)
             if reason is not None:
                 state = self.finish(state, request_id)
-                outcome = attrs.evolve(
-                    outcome, finished=(*outcome.finished, (request_id, reason))
-                )
+                outcome = attrs.evolve(outcome, finished=(*outcome.finished, (request_id, reason)))
         return state, outcome
 
     @rule("STEP-ASSERT", "0.22.1 v1/core/sched/scheduler.py:1348")
@@ -480,7 +474,7 @@ class Scheduler(KVCacheManager):
 
     @rule("STEP-ABORT", "0.22.1 v1/core/sched/scheduler.py:1806-1838")
     def abort(self, state: State, request_id: str) -> State:
-        """An aborted request ends at once, waiting or running. One that isn't there is passed over."""
+        """An aborted request ends at once, waiting or running; one that has ended is left alone."""
         return self.finish(state, request_id) if state.has(request_id) else state
 
     @rule("STEP-RESET", "0.22.1 v1/core/sched/scheduler.py:1906,1914-1916,1932")

@@ -73,9 +73,7 @@ class Request:
     @property
     def all_token_ids(self) -> tuple[int, ...]:
         """The tokens known, in order."""
-        return (
-            self.given.prompt_token_ids + self.given.sampled_token_ids[: self.num_output_tokens]
-        )
+        return self.given.prompt_token_ids + self.given.sampled_token_ids[: self.num_output_tokens]
 
 
 @attrs.frozen(kw_only=True)

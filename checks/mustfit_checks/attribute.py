@@ -45,21 +45,31 @@ class Evidence:
 def imitators(
     evidence: Evidence, revision: str, profile: Profile, among: Sequence[str] | None = None
 ) -> Iterator[str]:
-    """Names of the wrong schedulers that do just what was observed, in catalogue order."""
+    """Names of the wrong schedulers that explain what was observed, in catalogue order."""
     for name in MUTANTS if among is None else among:
-        exists = MUTANTS[name].exists_in(revision)
-        if exists and behaves_like(
-            evidence.scenario, evidence.observed, MUTANTS[name], revision, profile
-        ):
+        mutant = MUTANTS[name]
+        if mutant.exists_in(revision) and explains(mutant, evidence, revision, profile):
             yield name
 
 
-def behaves_like(
-    scenario: Scenario, observed: Trace, mutant: Mutant, revision: str, profile: Profile
-) -> bool:
-    """Whether a wrong scheduler does on this scenario what was observed, to the end."""
-    imitation = mutant_trace(scenario, mutant, revision)
-    return compare(imitation, observed, profile) is None
+def explains(mutant: Mutant, evidence: Evidence, revision: str, profile: Profile) -> bool:
+    """Whether a wrong scheduler does on this scenario what was observed, to the end.
+
+    Where the scheduler itself failed in a step, a wrong one explains that if it does the same up to
+    there, and then what the specification doesn't.
+    """
+    imitation = mutant_trace(evidence.scenario, mutant, revision)
+    failed = evidence.observed.error
+    if failed is None or evidence.expected.error is not None:
+        return compare(imitation, evidence.observed, profile) is None
+    step = failed.step
+    same = attrs.evolve(imitation, steps=imitation.steps[:step], error=failed)
+    goes_wrong = compare(evidence.expected, imitation, profile)
+    return (
+        compare(same, evidence.observed, profile) is None
+        and goes_wrong is not None
+        and goes_wrong.step == step
+    )
 
 
 def mutant_trace(scenario: Scenario, mutant: Mutant, revision: str) -> Trace:

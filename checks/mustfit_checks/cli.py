@@ -144,7 +144,7 @@ def judge(
         judged_by = scenarios(seed=seed, count=count, lacks=asked.revision.lacks, start=first)
     result = _judge(asked, profile, source, timeout, stop_after, judged_by, total)
     try:
-        files = {d.rule: save(d, folder) for d in result.divergences}
+        files = [save(d, folder) for d in result.divergences]
     except OSError as error:
         fail(f"cannot save the divergent cases in {folder}: {error.strerror}; see --cases")
     if as_json:
@@ -232,7 +232,7 @@ def _lines(total: int | None) -> tuple[Callable[[str], None], Callable[[int], No
     return lambda message: click.echo(f"mustfit: {message}", err=True), advance
 
 
-def _as_json(result: Verdict, seed: int, files: dict[str, Path]) -> dict[str, Any]:
+def _as_json(result: Verdict, seed: int, files: list[Path]) -> dict[str, Any]:
     return {
         "verdict": result.verdict,
         "reason": result.reason,
@@ -247,7 +247,7 @@ def _as_json(result: Verdict, seed: int, files: dict[str, Path]) -> dict[str, An
         "divergences": [
             {
                 "rule": d.rule,
-                "case": str(files[d.rule]),
+                "case": str(file),
                 "step": d.difference.step,
                 "field": d.difference.field,
                 "expected": d.difference.expected,
@@ -255,7 +255,7 @@ def _as_json(result: Verdict, seed: int, files: dict[str, Path]) -> dict[str, An
                 "behaves_like": d.behaves_like,
                 "found_in": list(d.found_in),
             }
-            for d in result.divergences
+            for d, file in zip(result.divergences, files, strict=True)
         ],
         "rules": result.rules,
         "never_exercised": list(result.never_exercised),

@@ -11,7 +11,7 @@ import attrs
 
 from mustfit_checks.attribute import (
     Evidence,
-    behaves_like,
+    explains,
     imitators,
     mutant_trace,
     revision_name,
@@ -267,13 +267,8 @@ class Judge:
             return None
         if imitator is None:
             return evidence if rule_of(evidence) == rule else None
-        same = behaves_like(
-            scenario,
-            evidence.observed,
-            MUTANTS[imitator],
-            revision_name(self.revision),
-            self.profile,
-        )
+        mutant = MUTANTS[imitator]
+        same = explains(mutant, evidence, revision_name(self.revision), self.profile)
         return evidence if same else None
 
     def _evidence(self, scenario: Scenario, expected: Trace | None = None) -> Evidence | None:

@@ -23,12 +23,12 @@ def verdict(
     console: Console,
     result: Verdict,
     revision: type[Scheduler],
-    files: dict[str, Path],
+    files: list[Path],
     repeat: str,
 ) -> None:
     """The verdict, each kind of divergence with its case, and the rules that were exercised."""
-    for divergence in result.divergences:
-        _divergence(console, divergence, revision, files[divergence.rule])
+    for divergence, file in zip(result.divergences, files, strict=True):
+        _divergence(console, divergence, revision, file)
     _exercised(console, result)
     console.print(
         f"[{STYLE[result.verdict]}]{result.verdict}[/]: {escape(result.sut)} against vLLM "

@@ -416,16 +416,15 @@ class Run:
         # Counted rather than read from the output, which in some releases names those as well that
         # a reset of the prefix cache preempted before.
         preempted = [
-            request.request_id
-            for request, before in preemptions.items()
-            if request.num_preemptions > before
+            request for request, before in preemptions.items() if request.num_preemptions > before
         ]
+        stayed = preemptions.keys() - set(preempted)
         num_cached_tokens = {
             request.request_id: (
                 request.num_computed_tokens - num_scheduled_tokens.get(request.request_id, 0)
             )
             for request in scheduler.running
-            if request not in preemptions
+            if request not in stayed
         }
         known = set(scheduler.requests)
         finish_reasons = self._update(scheduler, output)
@@ -439,7 +438,7 @@ class Run:
         block_ids = {request_id: tables.get(request_id, []) for request_id in running}
         return {
             "num_scheduled_tokens": num_scheduled_tokens,
-            "preempted": preempted,
+            "preempted": [request.request_id for request in preempted],
             "finished": list(finish_reasons),
             "running": running,
             "waiting": [request.request_id for request in scheduler.waiting],

@@ -104,7 +104,7 @@ class KVCacheManager(BlockPool):
         num_new_computed_tokens: int,
         num_lookahead_tokens: int,
     ) -> int:
-        """Slots are for computed, hit, new and lookahead tokens, at most ``max_model_len`` in all."""
+        """Slots are for computed, hit, new and lookahead tokens: at most ``max_model_len``."""
         total_computed_tokens = self.total_computed_tokens(request, num_new_computed_tokens)
         return min(
             total_computed_tokens + num_new_tokens + num_lookahead_tokens,

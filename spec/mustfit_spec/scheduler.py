@@ -87,7 +87,7 @@ class Scheduler(KVCacheManager):
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(Config):
             if field.name in self.lacks and getattr(self.config, field.name) != field.default:
-                raise ConfigError(f"{type(self).__name__} has no {field.name}")
+                raise ConfigError(f"{field.name} does not exist in {type(self).__name__}")
 
     # --- A step -------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class Scheduler(KVCacheManager):
 
     @rule("STEP-BUDGET", "0.22.1 v1/core/sched/scheduler.py:104-108,348")
     def token_budget(self) -> int:
-        """A step schedules ``max_num_scheduled_tokens`` tokens, or ``max_num_batched_tokens``."""
+        """The budget is ``max_num_scheduled_tokens``, or if that isn't set the tokens batched."""
         return self.config.max_num_scheduled_tokens or self.config.max_num_batched_tokens
 
     @rule("STEP-THRESHOLD", "0.22.1 v1/core/sched/scheduler.py:390-391,655-657")

@@ -133,9 +133,12 @@ def install() -> Install:
     return install
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm(install: Install) -> Iterator[Vllm]:
-    """The real scheduler of a release; it keeps running until the end of the session."""
+    """The real scheduler of a release; it keeps running until the module's last test.
+
+    Not longer: other modules make sure that they leave no process behind.
+    """
     started: dict[str, Sut] = {}
 
     def get(release: str) -> Sut:

@@ -21,19 +21,21 @@ from mustfit_spec.kv_cache_manager import cdiv
 #: the budget is shared. ``long-and-short``: a long prompt computed in large chunks while short
 #: requests take the blocks it will need. ``pile-up``: the same, so that it has to preempt several
 #: of them at once. ``leftovers``: a long prompt computed with what shorter requests of a worse
-#: priority leave of the budget, until they preempt each other.
-Shape = Literal["mixed", "crowd", "long-and-short", "pile-up", "leftovers"]
+#: priority leave of the budget, until they preempt each other. ``large``: more of everything.
+Shape = Literal["mixed", "crowd", "long-and-short", "pile-up", "leftovers", "large"]
 SHAPES: dict[Shape, int] = {
-    "mixed": 10,
-    "crowd": 4,
-    "long-and-short": 3,
-    "pile-up": 1,
-    "leftovers": 1,
+    "mixed": 20,
+    "crowd": 8,
+    "long-and-short": 6,
+    "pile-up": 2,
+    "leftovers": 2,
+    "large": 1,
 }
 
 STEP = Operation(op="step")
-#: More steps than this say little that fewer don't.
+#: More steps than this say little that fewer don't; a large scenario has its own limit.
 MAX_STEPS = 48
+MAX_STEPS_LARGE = 150
 
 
 def scenarios(
@@ -64,6 +66,8 @@ class _Generator:
         self.block_size = random.choice((1, 2, 2, 3, 4, 4, 4, 5, 8))
         self.next_token = 100
         self.shape: Shape = random.choices(tuple(SHAPES), tuple(SHAPES.values()))[0]
+        if self.shape == "large":
+            self.block_size = random.choice((4, 8, 16))
 
     def maybe(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -96,8 +100,8 @@ class _Generator:
         return max(1, blocks * self.block_size + edge)
 
     def requests(self) -> tuple[NewRequest, ...]:
-        few = (1, 2, 2, 3, 3, 3, 4, 4, 5, 6)
-        number = self.random.choice(few if self.shape == "mixed" else (3, 4, 5, 5, 6))
+        numbers = {"mixed": (1, 2, 2, 3, 3, 3, 4, 4, 5, 6), "large": (8, 10, 12, 16)}
+        number = self.random.choice(numbers.get(self.shape, (3, 4, 5, 5, 6)))
         stems = [self.fresh(self.length(4)) for _ in range(self.random.choice((1, 1, 2)))]
         sharing = self.random.choice((0.0, 0.4, 0.8))
         arrivals = self.random.choice((1, 3, 20))
@@ -157,7 +161,7 @@ class _Generator:
         *,
         last: bool,
     ) -> tuple[int, ...]:
-        if self.shape == "mixed":
+        if self.shape in {"mixed", "large"}:
             return self.prompt(stems, earlier, sharing)
         if self.shape in {"long-and-short", "pile-up"} and not earlier:
             return self.fresh(self.length(6) + 3 * self.block_size)
@@ -203,7 +207,7 @@ class _Generator:
             budget += 3 * len(requests)
         if not chunked:
             budget = max(budget, max_model_len)
-        fewest = 1 if self.shape == "mixed" else len(requests)
+        fewest = {"mixed": 1, "large": 4}.get(self.shape, len(requests))
         max_num_seqs = min(budget, self.between(fewest, len(requests) + 1))
         num_gpu_blocks = self.num_gpu_blocks(requests, max_model_len)
         fields: dict[str, Any] = {
@@ -216,7 +220,7 @@ class _Generator:
             "enable_prefix_caching": self.maybe(0.85),
             "policy": "priority" if self.maybe(0.7 if self.shape == "crowd" else 0.4) else "fcfs",
             "scheduler_reserve_full_isl": self.maybe(
-                {"mixed": 0.7, "crowd": 0.4}.get(self.shape, 0.25)
+                {"mixed": 0.7, "large": 0.7, "crowd": 0.4}.get(self.shape, 0.25)
             ),
         }
         if self.maybe(0.8 if self.shape == "long-and-short" else 0.3):
@@ -307,6 +311,8 @@ class _Generator:
         whole = [self.blocks(len(r.prompt_token_ids) + r.output_limit) for r in requests]
         prompts = [self.blocks(len(r.prompt_token_ids)) for r in requests]
         some = self.random.sample(whole, self.between(1, len(whole)))
+        if self.shape == "large":
+            return 1 + max(whole) + self.between(0, sum(whole) // 2)
         if self.shape != "mixed" and self.maybe(0.7):
             return 1 + max(1, *whole, sum(prompts) + self.between(-1, 2))
         size = self.random.choice(
@@ -350,7 +356,7 @@ class _Generator:
                     operations,
                     Operation(op="reset_prefix_cache", reset_running_requests=self.maybe(0.5)),
                 )
-        return _cut(operations)
+        return _cut(operations, MAX_STEPS_LARGE if self.shape == "large" else MAX_STEPS)
 
     def steps(self, config: Config, requests: tuple[NewRequest, ...]) -> int:
         """About as many as it takes for all to end, if all goes well; sometimes twice that."""
@@ -362,13 +368,13 @@ class _Generator:
         operations.insert(self.between(0, len(operations) - 1), operation)
 
 
-def _cut(operations: list[Operation]) -> tuple[Operation, ...]:
+def _cut(operations: list[Operation], most: int) -> tuple[Operation, ...]:
     """The operations up to the last step allowed."""
     kept: list[Operation] = []
     steps = 0
     for operation in operations:
         steps += operation.op == "step"
-        if steps > MAX_STEPS:
+        if steps > most:
             break
         kept.append(operation)
     return tuple(kept)

@@ -10,7 +10,7 @@ from mustfit_spec.config import Config
 from mustfit_spec.scenario import NewRequest
 
 #: What makes two blocks equal: all tokens from the start of the sequence through the block's end.
-#: vLLM chains a digest over the same tokens (0.22.1 v1/core/kv_cache_utils.py:645-686).
+#: vLLM chains a digest over the same tokens (0.22.1 v1/core/kv_cache_utils.py:661-684).
 BlockHash = tuple[int, ...]
 
 #: Stands in tables for "no block"; never handed out, never freed.

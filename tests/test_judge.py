@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from mustfit_checks.measured import UnknownRelease, measurements, newest_release
 from mustfit_checks.mutants import MUTANTS
 from mustfit_checks.protocol import decode_scenario, decode_trace, encode, json_schema
 from mustfit_checks.sut import InProcess, SutError
-from mustfit_spec import REVISIONS, Scenario, Trace, rules_of, run
+from mustfit_spec import REVISIONS, Scenario, Trace, TraceError, rules_of, run
 
 REVISION = "0.33.0"
 SPEC = REVISIONS[REVISION]
@@ -133,6 +136,100 @@ def test_no_scenarios_decide_nothing() -> None:
     assert judged(InProcess(right, name="spec"), count=0).verdict == "undecided"
 
 
+def test_scenarios_without_a_step_decide_nothing() -> None:
+    no_steps = [attrs.evolve(s, operations=()) for s in scenarios(seed=0, count=3)]
+    judge = Judge(
+        sut=InProcess(right, name="spec"), against=REVISION, revision=SPEC, profile="identity"
+    )
+    verdict = judge.judge(no_steps)
+    assert verdict.verdict == "undecided"
+    assert "no step" in str(verdict.reason)
+
+
+def failing_at(step: int, kind: str, message: str) -> Callable[[Scenario], Trace]:
+    def answer(drawn: Scenario) -> Trace:
+        trace = right(drawn)
+        if len(trace.steps) <= step:
+            return trace
+        error = TraceError(step=step, kind=kind, message=message)
+        return attrs.evolve(trace, steps=trace.steps[:step], error=error)
+
+    return answer
+
+
+def test_a_scheduler_that_fails_by_itself_breaks_no_rule_and_resembles_nobody() -> None:
+    verdict = judged(InProcess(failing_at(1, "NameError", "x"), name="broken"), stop_after=20)
+    assert [(d.rule, d.behaves_like) for d in verdict.divergences] == [(None, None)]
+    assert verdict.divergences[0].difference.field == "error"
+    assert verdict.divergences[0].scenario.num_steps == 2
+
+
+def test_what_a_scheduler_does_not_support_decides_nothing() -> None:
+    verdict = judged(InProcess(failing_at(0, "Unsupported", "no watermark here"), name="old"))
+    assert verdict.verdict == "undecided"
+    assert "no watermark here" in str(verdict.reason)
+    assert "--against" in str(verdict.reason)
+
+
+@pytest.mark.parametrize("any_release", [True, False])
+def test_a_scheduler_that_claims_another_release_is_judged_by_it_only_if_told(
+    any_release: bool,  # noqa: FBT001
+) -> None:
+    def claims(drawn: Scenario) -> Trace:
+        return attrs.evolve(right(drawn), release="0.22.1")
+
+    verdict = Judge(
+        sut=InProcess(claims, name="old"),
+        against=REVISION,
+        revision=SPEC,
+        profile="identity",
+        any_release=any_release,
+    ).judge(scenarios(seed=0, count=10))
+    assert verdict.verdict == ("conformant" if any_release else "undecided")
+    assert any_release or "--against 0.22.1" in str(verdict.reason)
+
+
+def test_an_interrupt_while_cases_are_made_small_loses_none() -> None:
+    asked = 0
+
+    class Interrupted(InProcess):
+        def ask(self, scenario: Scenario) -> Trace:
+            nonlocal asked
+            asked += 1
+            if asked > 310:
+                raise KeyboardInterrupt
+            return super().ask(scenario)
+
+        def traces(self, scenarios: Iterable[Scenario]) -> Iterator[Trace]:
+            return map(self.ask, scenarios)
+
+    verdict = judged(Interrupted(lambda s: wrong("oldest-first", s), name="m"), stop_after=1000)
+    assert verdict.verdict == "divergent"
+    assert [d.behaves_like for d in verdict.divergences] == ["oldest-first"]
+
+
+def test_an_interrupt_while_causes_are_sought_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> Iterator[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mustfit_checks.judge.imitators", interrupted)
+    verdict = judged(InProcess(lambda s: wrong("oldest-first", s), name="m"))
+    assert verdict.verdict == "divergent"
+    assert len(verdict.divergences) == 1
+
+
+def test_a_scheduler_that_lets_go_while_cases_are_made_small_loses_none() -> None:
+    class Gone(InProcess):
+        def ask(self, scenario: Scenario) -> Trace:
+            raise SutError("it has gone", kind="exited", scenario=scenario)
+
+        def traces(self, scenarios: Iterable[Scenario]) -> Iterator[Trace]:
+            return map(self._answer, scenarios)
+
+    verdict = judged(Gone(lambda s: wrong("oldest-first", s), name="m"))
+    assert [d.behaves_like for d in verdict.divergences] == ["oldest-first"]
+
+
 # --- The command line -------------------------------------------------------------------------
 
 
@@ -208,6 +305,72 @@ def test_a_command_that_crashes_exits_2_with_one_line(tmp_path: Path) -> None:
     assert verdict["verdict"] == "undecided"
     assert "out of luck" in str(verdict["reason"])
     assert "\n" not in str(verdict["reason"])
+    (saved,) = tmp_path.glob("undecided-*.jsonl")
+    assert decode_scenario(saved.read_bytes().strip()) == scenario(seed=0, index=0)
+
+
+def test_a_bad_line_after_a_divergence_does_not_lose_it(tmp_path: Path) -> None:
+    _, verdict = run_judge(tmp_path, "--sut", "mutant:oldest-first", "--scenarios", "100")
+    both = tmp_path / "both.jsonl"
+    both.write_bytes(Path(verdict["divergences"][0]["case"]).read_bytes() + b"garbage\n")
+    code, again = run_judge(tmp_path, "--sut", "mutant:oldest-first", "--case", str(both))
+    assert code == 1
+    assert len(again["divergences"]) == 1
+    assert "both.jsonl:2" in again["reason"]
+
+
+def test_a_folder_that_cannot_be_written_does_not_lose_a_divergence(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    code, verdict = run_judge(file / "x", "--sut", "mutant:oldest-first", "--scenarios", "100")
+    assert code == 1
+    assert verdict["divergences"][0]["case"] is None
+    assert verdict["divergences"][0]["rule"] == "PREEMPT-VICTIM"
+
+
+def test_bad_input_is_json_too_if_asked(tmp_path: Path) -> None:
+    code, verdict = run_judge(tmp_path, "--sut", "mutant:nobody")
+    assert code == 2
+    assert verdict["verdict"] == "undecided"
+    assert "nobody" in verdict["reason"]
+
+
+COMMAND = [sys.executable, "-m", "mustfit_checks.cli", "judge"]
+
+
+def test_a_signal_to_end_ends_the_scheduler_too_and_keeps_what_was_found(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    body = (
+        f"open({str(started)!r}, 'w').write(str(__import__('os').getpid()))\nsys.stdin.readline()"
+    )
+    sut = driver(tmp_path, body + "\n__import__('time').sleep(600)")
+    judge = subprocess.Popen(
+        [*COMMAND, "--sut", sut, "--json", "--cases", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    while not (started.exists() and started.read_text()):
+        time.sleep(0.05)
+    judge.terminate()
+    stdout, _ = judge.communicate(timeout=60)
+    assert judge.returncode == 2
+    assert "interrupted" in json.loads(stdout)["reason"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+
+
+def test_a_reader_that_leaves_is_no_divergence(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as nobody:
+        done = subprocess.run(
+            [*COMMAND, "--sut", "spec", "--scenarios", "5"],
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -225,6 +388,9 @@ def test_a_command_that_crashes_exits_2_with_one_line(tmp_path: Path) -> None:
         (("--sut", "spec", "--vllm-source", "/"), "--vllm-source"),
         (("--sut", "spec", "--case", "/no/such/file"), "/no/such/file"),
         ((), "--sut"),
+        (("--sut", "spec", "--timeout", "nan"), "--timeout"),
+        (("--sut", "./my-scheduler"), "cmd:./my-scheduler"),
+        (("--sut", "mutant:admission-preempt"), "admission-preempts"),
     ],
 )
 def test_bad_input_exits_2_with_one_line(args: tuple[str, ...], message: str) -> None:
@@ -288,6 +454,11 @@ def test_tables_give_one_a_line_the_name_first(command: str) -> None:
     names = [next(iter(row.values())) for row in table]
     firsts = [line.split()[0] for line in result.stdout.splitlines() if line[0] != " "]
     assert firsts == names
+
+
+def test_the_rules_table_names_the_mutants() -> None:
+    for line in mustfit("rules").stdout.splitlines():
+        assert "broken by " in line
 
 
 def test_schema_is_the_schema() -> None:

@@ -28,7 +28,6 @@ BY_FIELD = {
     "block_ids": "ALLOC-HEAD",
     "free_block_ids": "ALLOC-FREE-ORDER",
     "cached_block_ids": "CACHE-AT-ALLOCATION",
-    "error": "STEP-OUTPUT",
 }
 
 
@@ -40,6 +39,11 @@ class Evidence:
     expected: Trace
     observed: Trace
     difference: Difference
+
+    @property
+    def failed(self) -> bool:
+        """Whether the scheduler failed by itself where the specification doesn't."""
+        return self.difference.field == "error" and self.observed.error is not None
 
 
 def imitators(
@@ -53,23 +57,14 @@ def imitators(
 
 
 def explains(mutant: Mutant, evidence: Evidence, revision: str, profile: Profile) -> bool:
-    """Whether a wrong scheduler does on this scenario what was observed, to the end.
+    """Whether a wrong scheduler does on this scenario just what was observed, to the end.
 
-    Where the scheduler itself failed in a step, a wrong one explains that if it does the same up to
-    there, and then what the specification doesn't.
+    A scheduler that failed by itself, on an exception of its own, is explained by no other.
     """
+    if evidence.failed:
+        return False
     imitation = mutant_trace(evidence.scenario, mutant, revision)
-    failed = evidence.observed.error
-    if failed is None or evidence.expected.error is not None:
-        return compare(imitation, evidence.observed, profile) is None
-    step = failed.step
-    same = attrs.evolve(imitation, steps=imitation.steps[:step], error=failed)
-    goes_wrong = compare(evidence.expected, imitation, profile)
-    return (
-        compare(same, evidence.observed, profile) is None
-        and goes_wrong is not None
-        and goes_wrong.step == step
-    )
+    return compare(imitation, evidence.observed, profile) is None
 
 
 def mutant_trace(scenario: Scenario, mutant: Mutant, revision: str) -> Trace:
@@ -77,22 +72,22 @@ def mutant_trace(scenario: Scenario, mutant: Mutant, revision: str) -> Trace:
     return run(scenario, mutant.of(revision)(scenario.config), failures=(Exception,))
 
 
-def rule_of(evidence: Evidence) -> str:
-    """The rule that a divergence is about, from what differs."""
+def rule_of(evidence: Evidence) -> str | None:
+    """The rule that a divergence is probably about, from what differs; of a failure, none."""
+    if evidence.failed:
+        return None
     difference = evidence.difference
     expected = _entry(evidence.expected, difference.step)
     observed = _entry(evidence.observed, difference.step)
     if expected is None or observed is None:
-        return BY_FIELD["error"]
+        return "STEP-ASSERT"
     before = _entry(evidence.expected, difference.step - 1)
     if difference.field == "num_scheduled_tokens":
-        return _rule_of_scheduling(expected, observed, before)
+        return _rule_of_scheduling(evidence, expected, observed, before)
     if difference.field == "preempted":
         return _rule_of_preemption(expected, observed)
-    if difference.field == "waiting" and expected.preempted:
-        return "PREEMPT-REQUEUE"
-    if difference.field == "waiting" and _same_but_order(expected.waiting, observed.waiting):
-        return "WAIT-BLOCKED"
+    if difference.field == "waiting":
+        return _rule_of_queue(expected, observed)
     return BY_FIELD[difference.field]
 
 
@@ -100,18 +95,26 @@ def _entry(trace: Trace, step: int) -> StepTrace | None:
     return trace.steps[step] if 0 <= step < len(trace.steps) else None
 
 
+def _rule_of_queue(expected: StepTrace, observed: StepTrace) -> str:
+    if expected.preempted:
+        return "PREEMPT-REQUEUE"
+    return "WAIT-BLOCKED" if _same_but_order(expected.waiting, observed.waiting) else "WAIT-ORDER"
+
+
 def _same_but_order(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
     return sorted(one) == sorted(other)
 
 
-def _rule_of_scheduling(expected: StepTrace, observed: StepTrace, before: StepTrace | None) -> str:
+def _rule_of_scheduling(
+    evidence: Evidence, expected: StepTrace, observed: StepTrace, before: StepTrace | None
+) -> str:
     ran = set(before.running) if before is not None else set()
     if sorted(expected.preempted) != sorted(observed.preempted):
         return _rule_of_preemption(expected, observed)
     extra = set(observed.num_scheduled_tokens) - set(expected.num_scheduled_tokens)
     missing = set(expected.num_scheduled_tokens) - set(observed.num_scheduled_tokens)
     if extra - ran:
-        return _rule_of_admission(expected, extra - ran)
+        return _rule_of_admission(evidence, expected, observed, extra - ran)
     if missing - ran:
         return "WAIT-GATE"
     if extra or missing:
@@ -122,10 +125,18 @@ def _rule_of_scheduling(expected: StepTrace, observed: StepTrace, before: StepTr
     return "RUN-TOKENS" if changed in ran else "WAIT-TOKENS"
 
 
-def _rule_of_admission(expected: StepTrace, admitted: set[str]) -> str:
+def _rule_of_admission(
+    evidence: Evidence, expected: StepTrace, observed: StepTrace, admitted: set[str]
+) -> str:
     """Somebody was admitted who shouldn't have been."""
+    config = evidence.scenario.config
+    budget = config.max_num_scheduled_tokens or config.max_num_batched_tokens
     if expected.preempted:
         return "WAIT-AFTER-PREEMPT"
+    if sum(observed.num_scheduled_tokens.values()) > budget:
+        return "STEP-BUDGET"
+    if len(observed.num_scheduled_tokens) > (config.max_num_active_seqs or config.max_num_seqs):
+        return "WAIT-SEATS"
     head = expected.waiting[:1]
     return "ALLOC-GATE" if admitted & set(head) else "WAIT-LOOP"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mustfit_checks.judge import Divergence
 from mustfit_checks.protocol import encode
+from mustfit_spec import Scenario
 
 
 def save(divergence: Divergence, folder: Path) -> Path:
@@ -19,11 +20,20 @@ def save(divergence: Divergence, folder: Path) -> Path:
     Raises:
         OSError: The folder can't be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    scenario = encode(divergence.scenario)
-    digest = hashlib.sha256(scenario).hexdigest()[:8]
-    path = folder / f"{divergence.rule}-{digest}.jsonl"
-    path.write_bytes(scenario + b"\n")
+    path = save_scenario(divergence.scenario, divergence.rule or "failure", folder)
     path.with_suffix(".expected.json").write_bytes(encode(divergence.expected) + b"\n")
     path.with_suffix(".observed.json").write_bytes(encode(divergence.observed) + b"\n")
+    return path
+
+
+def save_scenario(scenario: Scenario, name: str, folder: Path) -> Path:
+    """Write a scenario; returns its file, which is called after ``name`` and its content.
+
+    Raises:
+        OSError: The folder can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    line = encode(scenario)
+    path = folder / f"{name}-{hashlib.sha256(line).hexdigest()[:8]}.jsonl"
+    path.write_bytes(line + b"\n")
     return path

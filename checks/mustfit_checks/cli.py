@@ -6,7 +6,10 @@ Exit 0: conformant. 1: a divergence. 2: it could not be decided, with one clear 
 from __future__ import annotations
 
 import json
+import math
+import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +29,9 @@ from rich.progress import (
 )
 
 from mustfit_checks import show
-from mustfit_checks.cases import save
+from mustfit_checks.cases import save, save_scenario
 from mustfit_checks.generate import scenarios
-from mustfit_checks.judge import Judge, Verdict
+from mustfit_checks.judge import BadScenario, Judge, Verdict
 from mustfit_checks.measured import UnknownRelease, measurements
 from mustfit_checks.mutants import MUTANTS
 from mustfit_checks.protocol import ProtocolError, json_schema, read_scenarios
@@ -42,10 +45,45 @@ EXIT_CODES = {"conformant": 0, "divergent": 1, "undecided": 2}
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
-def fail(message: str) -> NoReturn:
+def fail(message: str, *, as_json: bool = False) -> NoReturn:
     """End with exit code 2 and one line that says why."""
     click.echo(f"mustfit: {message}", err=True)
+    if as_json:
+        click.echo(json.dumps({"verdict": "undecided", "reason": message}))
     sys.exit(EXIT_CODES["undecided"])
+
+
+def entry() -> None:
+    """The console script: every end has its exit code, and none is a traceback."""
+    # What a CI system sends when time is up; what was found by then is wanted.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        sys.exit(main(standalone_mode=False))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(EXIT_CODES["undecided"])
+    except (click.Abort, KeyboardInterrupt):
+        fail("interrupted")
+    except BrokenPipeError:
+        # Whoever read this has seen enough; nor is there anybody to flush to at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_CODES["undecided"])
+    except Exception as error:
+        if os.environ.get("MUSTFIT_TRACEBACK"):
+            raise
+        message = " ".join(str(error).split())
+        fail(f"{type(error).__name__}: {message} (MUSTFIT_TRACEBACK=1 shows where)")
+
+
+class _Console(Console):
+    """A console whose reader may leave without changing what the verdict is taken for."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -132,27 +170,63 @@ def judge(
     Exit 0: conformant; 1: divergent, with the smallest case of each kind; 2: undecided.
     """
     name = sut_name or (f"vllm:{SOURCE}" if source is not None else "impl")
+    if not math.isfinite(timeout):
+        fail(f"--timeout takes seconds, not {timeout}", as_json=as_json)
     try:
         asked = what(name, against, source)
     except (UnknownSut, UnknownRelease) as error:
-        fail(str(error))
+        fail(str(error), as_json=as_json)
     profile = profile or ("decisions" if name.startswith("cmd:") else "identity")
     if case_files:
         total, judged_by = None, _checked(_read(case_files), asked)
     else:
         total = count
         judged_by = scenarios(seed=seed, count=count, lacks=asked.revision.lacks, start=first)
-    result = _judge(asked, profile, source, timeout, stop_after, judged_by, total)
     try:
-        files = [save(d, folder) for d in result.divergences]
-    except OSError as error:
-        fail(f"cannot save the divergent cases in {folder}: {error.strerror}; see --cases")
+        result = _judge(
+            asked, profile, source, timeout, stop_after, judged_by, total, any_release=bool(against)
+        )
+    except (SetupError, SutError) as error:
+        fail(str(error), as_json=as_json)
+    files, notes = _save(result, folder)
     if as_json:
         click.echo(json.dumps(_as_json(result, seed, files)))
     else:
-        repeat = _repeat(asked, profile, source, seed, first, count, case_files)
-        show.verdict(Console(), result, asked.revision, files, repeat)
+        report = show.Report(
+            result=result,
+            revision=asked.revision,
+            files=files,
+            notes=notes,
+            repeat=_repeat(asked, profile, source, seed, first, count, case_files),
+            sampled=not case_files,
+        )
+        show.verdict(_Console(), report)
     sys.exit(EXIT_CODES[result.verdict])
+
+
+def _save(result: Verdict, folder: Path) -> tuple[list[Path | None], list[str]]:
+    """Where each divergence's case was saved, and what is to be said about what was."""
+    notes: list[str] = []
+    files: list[Path | None] = [None] * len(result.divergences)
+    try:
+        files = [save(divergence, folder) for divergence in result.divergences]
+        if result.stuck_on is not None:
+            file = save_scenario(result.stuck_on, "undecided", folder)
+            notes.append(f"what it was given then is saved as {file}")
+    except OSError as error:
+        notes.append(f"the cases could not be saved in {folder}: {error.strerror}; see --cases")
+        click.echo(f"mustfit: {notes[-1]}", err=True)
+    said = [line for line in result.stderr.splitlines() if line.strip()][-SHOWN_STDERR:]
+    notes += [f"  stderr: {_printable(line)}" for line in said]
+    return files, notes
+
+
+#: Lines of a scheduler's stderr that are shown when it lets go.
+SHOWN_STDERR = 6
+
+
+def _printable(line: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in line)
 
 
 def _read(files: tuple[Path, ...]) -> Iterator[Scenario]:
@@ -166,9 +240,13 @@ def _checked(given: Iterator[Scenario], asked: What) -> Iterator[Scenario]:
             asked.revision(scenario.config)
             yield scenario
     except ProtocolError as error:
-        fail(str(error))
+        raise BadScenario(str(error)) from error
     except ConfigError as error:
-        fail(f"scenario {scenario.scenario_id!r}: {error}; --against picks another release")
+        raise BadScenario(
+            f"scenario {scenario.scenario_id!r}: {error}; --against picks another release"
+        ) from error
+    except OSError as error:
+        raise BadScenario(f"cannot read {error.filename}: {error.strerror}") from error
 
 
 def _judge(
@@ -179,15 +257,17 @@ def _judge(
     stop_after: int,
     judged_by: Iterator[Scenario],
     total: int | None,
+    *,
+    any_release: bool,
 ) -> Verdict:
-    limits = Limits(timeout=timeout, start_timeout=max(timeout, Limits().start_timeout))
+    # vLLM takes a while to import; of others nothing is known but what the user says.
+    patience = max(timeout, Limits().start_timeout) if asked.name.startswith("vllm:") else timeout
+    limits = Limits(timeout=timeout, start_timeout=patience)
     with _progress(total) as (say, advance):
         try:
             sut = start(asked, profile=profile, source=source, limits=limits, progress=say)
-        except (SetupError, SutError) as error:
-            fail(str(error))
         except KeyboardInterrupt:
-            fail("interrupted while setting up; what was set up so far is kept")
+            raise SetupError("interrupted while setting up; what was set up is kept") from None
         say(f"judging {asked.name}")
         with sut:
             return Judge(
@@ -196,6 +276,7 @@ def _judge(
                 revision=asked.revision,
                 profile=profile,
                 stop_after=stop_after,
+                any_release=any_release,
             ).judge(judged_by, progress=say, advance=advance)
 
 
@@ -218,7 +299,7 @@ def _progress(
 
 
 #: Seconds between two lines of progress where there is no terminal.
-QUIET = 30.0
+QUIET = 10.0
 
 
 def _lines(total: int | None) -> tuple[Callable[[str], None], Callable[[int], None]]:
@@ -232,7 +313,7 @@ def _lines(total: int | None) -> tuple[Callable[[str], None], Callable[[int], No
     return lambda message: click.echo(f"mustfit: {message}", err=True), advance
 
 
-def _as_json(result: Verdict, seed: int, files: list[Path]) -> dict[str, Any]:
+def _as_json(result: Verdict, seed: int, files: list[Path | None]) -> dict[str, Any]:
     return {
         "verdict": result.verdict,
         "reason": result.reason,
@@ -247,12 +328,13 @@ def _as_json(result: Verdict, seed: int, files: list[Path]) -> dict[str, Any]:
         "divergences": [
             {
                 "rule": d.rule,
-                "case": str(file),
+                "case": str(file) if file is not None else None,
                 "step": d.difference.step,
                 "field": d.difference.field,
                 "expected": d.difference.expected,
                 "observed": d.difference.observed,
                 "behaves_like": d.behaves_like,
+                "rule_is_a_guess": d.behaves_like is None,
                 "found_in": list(d.found_in),
             }
             for d, file in zip(result.divergences, files, strict=True)
@@ -312,7 +394,7 @@ def revisions(*, as_json: bool) -> None:
 @as_json
 def rules(*, revision: str, as_json: bool) -> None:
     """The rules of a revision: statement, method, source, and the mutants that break each."""
-    table = [
+    table: list[dict[str, Any]] = [
         {
             "rule": rule.id,
             "statement": rule.statement,
@@ -326,7 +408,8 @@ def rules(*, revision: str, as_json: bool) -> None:
         click.echo(json.dumps({"revision": revision, "rules": table}))
         return
     for row in table:
-        click.echo(f"{row['rule']}  {row['statement']} ({row['source']})")
+        broken_by = ", ".join(row["mutants"])
+        click.echo(f"{row['rule']}  {row['statement']} ({row['source']}; broken by {broken_by})")
 
 
 @main.command()
@@ -357,4 +440,4 @@ def schema() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry()

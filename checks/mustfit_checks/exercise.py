@@ -56,7 +56,9 @@ def _watch(method: Callable[..., Any], rule_id: str, seen: set[str]) -> Callable
         try:
             result = method(self, *args, **kwargs)
         except Exception:
-            seen.add(rule_id)
+            # It passes through every method on its way out; it says something of one of them.
+            if decisive is _never:
+                seen.add(rule_id)
             raise
         if rule_id not in seen and decisive(self, result, *args, **kwargs):
             seen.add(rule_id)
@@ -121,6 +123,28 @@ def _inactive_hit(_: Scheduler, __: State, state: State, block_ids: tuple[int, .
 
 def _whole_hit(scheduler: Scheduler, _: int, request: Request) -> bool:
     return request.num_tokens % scheduler.config.block_size == 0
+
+
+def _budget(scheduler: Scheduler, *_: object, **__: object) -> bool:
+    limit = scheduler.config.max_num_scheduled_tokens
+    return limit is not None and limit != scheduler.config.max_num_batched_tokens
+
+
+def _threshold(scheduler: Scheduler, result: int, state: State) -> bool:
+    """It limits somebody, or would as it is configured, were it not spared or adapted."""
+    configured = scheduler.config.long_prefill_token_threshold
+    most = max((r.num_tokens - r.num_computed_tokens for r in state.requests), default=0)
+    return 0 < result < most or (result != configured and 0 < configured < most)
+
+
+def _gate_decides(scheduler: Scheduler, result: Step | None, *_: object) -> bool:
+    return result is None or not scheduler.config.scheduler_reserve_full_isl
+
+
+def _waiting_limited(
+    _: Scheduler, result: int | None, __: Step, request: Request, ___: int
+) -> bool:
+    return result is None or result < request.num_tokens
 
 
 def _both_queues(_: Scheduler, __: object, state: State) -> bool:
@@ -265,21 +289,21 @@ DECISIVE: dict[str, Decisive] = {
     "STEP-ABORT": _somebody,
     "STEP-ADVANCE": _scheduled,
     "STEP-ASSERT": _never,
-    "STEP-BUDGET": _configured("max_num_scheduled_tokens"),
+    "STEP-BUDGET": _budget,
     "STEP-FINISH": _always,
     "STEP-ORDER": _both_queues,
     "STEP-OUTPUT": _finished,
     "STEP-RESET": _reset_running,
     "STEP-STOP": _not_empty,
-    "STEP-THRESHOLD": _configured("long_prefill_token_threshold"),
+    "STEP-THRESHOLD": _threshold,
     "WAIT-ADMIT": _always,
     "WAIT-AFTER-PREEMPT": _barred,
     "WAIT-BLOCKED": _always,
     "WAIT-CHUNKED": _would_wait,
-    "WAIT-GATE": _always,
+    "WAIT-GATE": _gate_decides,
     "WAIT-LOOKAHEAD": _configured("num_lookahead_tokens"),
     "WAIT-LOOP": _left_waiting,
     "WAIT-ORDER": _several_waiting,
     "WAIT-SEATS": _refused,
-    "WAIT-TOKENS": _always,
+    "WAIT-TOKENS": _waiting_limited,
 }

@@ -19,12 +19,21 @@ from mustfit_checks.attribute import (
 )
 from mustfit_checks.compare import Difference, compare
 from mustfit_checks.exercise import exercised
+from mustfit_checks.measured import measurements
 from mustfit_checks.mutants import MUTANTS
-from mustfit_checks.shrink import shrink
+from mustfit_checks.shrink import shrink, size
 from mustfit_checks.sut import Sut, SutError
-from mustfit_spec import Profile, Scenario, Scheduler, Trace, rules_of, run
+from mustfit_spec import REVISIONS, Profile, Scenario, Scheduler, Trace, rules_of, run
 
 Outcome = Literal["conformant", "divergent", "undecided"]
+
+
+class Undecided(Exception):
+    """There is no point in going on. Its text is one line that says why."""
+
+
+class BadScenario(Exception):
+    """A scenario that can't be judged by. Its text is one line that says which and why."""
 
 
 @attrs.frozen(kw_only=True)
@@ -32,7 +41,8 @@ class Divergence:
     """One way in which the scheduler differs, shown on the smallest scenario found.
 
     Attributes:
-        rule: The ID of the rule that is broken.
+        rule: The ID of the rule that is broken: for sure if ``behaves_like`` is given, else judging
+            by what differs. ``None`` if the scheduler failed by itself.
         scenario: The smallest scenario that shows it.
         expected: What the specification does with it.
         observed: What the scheduler did.
@@ -42,7 +52,7 @@ class Divergence:
         found_in: The ids of the generated scenarios that showed it.
     """
 
-    rule: str
+    rule: str | None
     scenario: Scenario
     expected: Trace
     observed: Trace
@@ -59,6 +69,8 @@ class Verdict:
         verdict: ``divergent`` if any scenario differed; else ``undecided`` if not all were
             answered; else ``conformant``.
         reason: Why not all were answered, in one line.
+        stuck_on: The scenario whose answer was due when the scheduler under test let go.
+        stderr: The end of what it said on stderr then.
         scenarios: How many were answered and compared.
         steps: How many steps were compared.
         divergences: One for each kind.
@@ -78,6 +90,8 @@ class Verdict:
     diverged: int
     rules: dict[str, int]
     seconds: float
+    stuck_on: Scenario | None = None
+    stderr: str = ""
 
     @property
     def never_exercised(self) -> tuple[str, ...]:
@@ -89,11 +103,9 @@ class Verdict:
 class _Group:
     """Divergent scenarios of one kind."""
 
-    rule: str
+    rule: str | None
     imitators: list[str]
     evidence: list[Evidence]
-    #: Ids of all the scenarios of this kind, also of those that were not kept.
-    found_in: list[str]
 
 
 @attrs.define(kw_only=True)
@@ -106,8 +118,8 @@ class Judge:
         revision: What this release does.
         profile: What is compared.
         stop_after: Divergent scenarios after which judging stops.
-        kept_of_a_kind: Divergent scenarios that are kept of each kind, to tell what they are like.
-        shrink_seconds: Seconds for making one case small.
+        kept: Divergent scenarios that are kept, to tell what they are like.
+        any_release: Whether the scheduler may claim to follow another release than this.
     """
 
     sut: Sut
@@ -115,10 +127,11 @@ class Judge:
     revision: type[Scheduler]
     profile: Profile
     stop_after: int = 100
-    kept_of_a_kind: int = 20
-    shrink_seconds: float = 60.0
+    kept: int = 200
+    any_release: bool = True
 
     _groups: list[_Group] = attrs.field(factory=list, init=False)
+    _evidence: list[Evidence] = attrs.field(factory=list, init=False)
     _rules: Counter[str] = attrs.field(factory=Counter, init=False)
     _scenarios: int = attrs.field(default=0, init=False)
     _steps: int = attrs.field(default=0, init=False)
@@ -142,38 +155,42 @@ class Judge:
         """
         began = time.monotonic()
         reason: str | None = None
+        stuck: SutError | None = None
         try:
             reason = self._compare_all(scenarios, advance)
         except SutError as error:
+            reason, stuck = str(error), error
+        except (Undecided, BadScenario) as error:
             reason = str(error)
         except KeyboardInterrupt:
             reason = f"interrupted after {self._scenarios} scenarios"
         seconds = time.monotonic() - began
-        divergences = tuple(self._conclude(group, progress) for group in self._groups)
-        if self._diverged:
+        divergences = self._conclude_all(progress)
+        if self._evidence:
             verdict: Outcome = "divergent"
         else:
-            verdict = "undecided" if reason or not self._scenarios else "conformant"
+            verdict = "undecided" if reason or not self._steps else "conformant"
         return Verdict(
             verdict=verdict,
             sut=self.sut.name,
             against=self.against,
             profile=self.profile,
-            reason=reason or (None if self._scenarios else "there was no scenario to judge by"),
+            reason=reason or (None if self._steps else "there was no step to judge by"),
             scenarios=self._scenarios,
             steps=self._steps,
             divergences=divergences,
             diverged=self._diverged,
             rules={rule_id: self._rules[rule_id] for rule_id in rules_of(self.revision)},
             seconds=seconds,
+            stuck_on=stuck.scenario if stuck else None,
+            stderr=stuck.stderr if stuck else "",
         )
 
     def _compare_all(
         self, scenarios: Iterable[Scenario], advance: Callable[[int], None]
     ) -> str | None:
         asked: list[Scenario] = []
-        traces = self.sut.traces(_noted(scenarios, asked))
-        for observed in traces:
+        for observed in self.sut.traces(_noted(scenarios, asked)):
             self._compare(asked.pop(0), observed)
             advance(self._scenarios)
             if self._diverged >= self.stop_after:
@@ -181,20 +198,63 @@ class Judge:
         return None
 
     def _compare(self, scenario: Scenario, observed: Trace) -> None:
+        self._check_claims(scenario, observed)
         expected, rules = exercised(scenario, self.revision)
-        self._scenarios += 1
-        self._steps += len(observed.steps)
-        self._rules.update(rules)
         difference = compare(expected, observed, self.profile)
         if difference is not None:
+            # Noted first: whatever interrupts what follows, it was found.
             self._diverged += 1
-            self._group(
-                Evidence(
-                    scenario=scenario, expected=expected, observed=observed, difference=difference
+            if self._diverged <= self.kept:
+                self._evidence.append(
+                    Evidence(
+                        scenario=scenario,
+                        expected=expected,
+                        observed=observed,
+                        difference=difference,
+                    )
                 )
+        self._scenarios += 1
+        self._steps += len(observed.steps) + (observed.error is not None)
+        self._rules.update(rules)
+
+    def _check_claims(self, scenario: Scenario, observed: Trace) -> None:
+        """What the scheduler says about itself that makes a comparison pointless."""
+        if observed.error is not None and _is_unsupported(observed):
+            raise Undecided(
+                f"{self.sut.name} can't do scenario {scenario.scenario_id!r}: "
+                f"{observed.error.message}; --against picks the release to judge by"
+            )
+        claimed = measurements().get(observed.release or "")
+        if claimed and not self.any_release and REVISIONS[claimed.revision] is not self.revision:
+            raise Undecided(
+                f"{self.sut.name} follows vLLM {claimed.release}, which does not do what "
+                f"{self.against} does: judge it with --against {claimed.release}, "
+                f"or with --against {self.against} if that is what you want"
             )
 
     # --- Kinds of divergence ------------------------------------------------------------------
+
+    def _conclude_all(self, progress: Callable[[str], None]) -> tuple[Divergence, ...]:
+        """The kinds of divergence, the most frequent first, each with its smallest case.
+
+        An interrupt ends the shrinking: the cases are shown as they were found.
+        """
+        try:
+            for evidence in self._evidence:
+                self._group(evidence)
+        except KeyboardInterrupt:
+            progress("interrupted: not every divergent scenario was looked into")
+            if not self._groups:
+                first = self._evidence[0]
+                self._groups.append(_Group(rule=rule_of(first), imitators=[], evidence=[first]))
+        concluded: list[Divergence] = []
+        for group in sorted(self._groups, key=lambda group: -len(group.evidence)):
+            try:
+                concluded.append(self._conclude(group, progress))
+            except KeyboardInterrupt:
+                progress("interrupted: this case stays as it was found")
+                concluded.append(_divergence(group, group.evidence[0]))
+        return tuple(concluded)
 
     def _group(self, evidence: Evidence) -> None:
         """Put a divergent scenario with those of its kind.
@@ -208,52 +268,40 @@ class Judge:
                 still = list(imitators(evidence, revision, self.profile, group.imitators))
                 if still:
                     group.imitators = still
-                    self._add(group, evidence)
+                    group.rule = MUTANTS[still[0]].breaks
+                    group.evidence.append(evidence)
                     return
         found = list(imitators(evidence, revision, self.profile))
         rule = MUTANTS[found[0]].breaks if found else rule_of(evidence)
         for group in self._groups:
             if not found and not group.imitators and group.rule == rule:
-                self._add(group, evidence)
+                group.evidence.append(evidence)
                 return
-        group = _Group(rule=rule, imitators=found, evidence=[], found_in=[])
-        self._groups.append(group)
-        self._add(group, evidence)
-
-    def _add(self, group: _Group, evidence: Evidence) -> None:
-        if group.imitators:
-            group.rule = MUTANTS[group.imitators[0]].breaks
-        group.found_in.append(evidence.scenario.scenario_id)
-        if len(group.evidence) < self.kept_of_a_kind:
-            group.evidence.append(evidence)
+        self._groups.append(_Group(rule=rule, imitators=found, evidence=[evidence]))
 
     def _conclude(self, group: _Group, progress: Callable[[str], None]) -> Divergence:
         """The smallest case of a kind, and what it shows."""
-        progress(f"making the case for {group.rule} small")
+        called = group.rule or "the scheduler's failure"
+        progress(f"making the case for {called} small")
         imitator = group.imitators[0] if group.imitators else None
-        first = group.evidence[0]
+        evidence = min(group.evidence, key=lambda e: size(e.scenario))
+        gone: list[SutError] = []
 
         def still_shows(scenario: Scenario) -> bool:
-            return self._shows(scenario, group.rule, imitator) is not None
+            try:
+                return not gone and self._shows(scenario, group.rule, imitator) is not None
+            except SutError as error:
+                # A scheduler that let go once is not asked again, each time for its time-out.
+                gone.append(error)
+                return False
 
-        evidence = first
-        try:
-            smallest = shrink(first.scenario, still_shows, seconds=self.shrink_seconds)
-            evidence = self._shows(smallest, group.rule, imitator) or first
-        except (SutError, KeyboardInterrupt) as stopped:
-            # The case as it was found has to do.
-            progress(f"the case for {group.rule} stays as it was found: {stopped or 'interrupted'}")
-        return Divergence(
-            rule=group.rule,
-            scenario=evidence.scenario,
-            expected=evidence.expected,
-            observed=evidence.observed,
-            difference=evidence.difference,
-            behaves_like=imitator,
-            found_in=tuple(group.found_in),
-        )
+        smallest = shrink(evidence.scenario, still_shows)
+        if gone:
+            progress(f"the case for {called} is as small as it got: {gone[0]}")
+            return _divergence(group, evidence)
+        return _divergence(group, self._shows(smallest, group.rule, imitator) or evidence)
 
-    def _shows(self, scenario: Scenario, rule: str, imitator: str | None) -> Evidence | None:
+    def _shows(self, scenario: Scenario, rule: str | None, imitator: str | None) -> Evidence | None:
         """The evidence, if a scenario diverges in the same way as the group."""
         expected = run(scenario, self.revision(scenario.config))
         if imitator is not None:
@@ -262,7 +310,7 @@ class Judge:
             imitation = mutant_trace(scenario, MUTANTS[imitator], revision)
             if compare(expected, imitation, self.profile) is None:
                 return None
-        evidence = self._evidence(scenario, expected)
+        evidence = self._diverges(scenario, expected)
         if evidence is None:
             return None
         if imitator is None:
@@ -271,16 +319,32 @@ class Judge:
         same = explains(mutant, evidence, revision_name(self.revision), self.profile)
         return evidence if same else None
 
-    def _evidence(self, scenario: Scenario, expected: Trace | None = None) -> Evidence | None:
+    def _diverges(self, scenario: Scenario, expected: Trace) -> Evidence | None:
         """What the scheduler does with a scenario, if it diverges there."""
-        expected = expected or run(scenario, self.revision(scenario.config))
         observed = self.sut.ask(scenario)
         difference = compare(expected, observed, self.profile)
-        if difference is None:
+        if difference is None or _is_unsupported(observed):
             return None
         return Evidence(
             scenario=scenario, expected=expected, observed=observed, difference=difference
         )
+
+
+def _is_unsupported(observed: Trace) -> bool:
+    """Whether the scheduler says that it doesn't have what the scenario asks for."""
+    return observed.error is not None and observed.error.kind == "Unsupported"
+
+
+def _divergence(group: _Group, evidence: Evidence) -> Divergence:
+    return Divergence(
+        rule=group.rule,
+        scenario=evidence.scenario,
+        expected=evidence.expected,
+        observed=evidence.observed,
+        difference=evidence.difference,
+        behaves_like=group.imitators[0] if group.imitators else None,
+        found_in=tuple(e.scenario.scenario_id for e in group.evidence),
+    )
 
 
 def _noted(scenarios: Iterable[Scenario], asked: list[Scenario]) -> Iterator[Scenario]:

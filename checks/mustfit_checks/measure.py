@@ -2,19 +2,27 @@
 
     python -m mustfit_checks.measure 0.22.1 0.33.0 --scenarios 100000 --seed 1
 
-A release that is measured again replaces its row. One that diverges is recorded as diverging, and
-so is not listed as agreeing.
+A release that is measured again replaces its row, but for a larger row without a divergence: only
+what diverges replaces that. One that diverges is recorded as diverging, and so is not listed as
+agreeing. Neither is one with fewer than ``measured.MINIMUM`` scenarios. Releases may be measured by
+several processes at once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import sys
-from importlib.resources import as_file, files
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import attrs
 import click
 
+from mustfit_checks import measured
 from mustfit_checks.generate import scenarios
 from mustfit_checks.judge import Judge
 from mustfit_checks.measured import Measurement, likely_revision, order
@@ -32,9 +40,9 @@ def main(*, releases: tuple[str, ...], count: int, seed: int) -> None:
     failed = False
     for release in releases:
         row, reason = measure(release, count, seed)
-        click.echo(json.dumps(attrs.asdict(row)) + (f"  {reason}" if reason else ""))
         if reason is None or row.divergences:
-            _record(row)
+            reason = record(row) or reason
+        click.echo(json.dumps(attrs.asdict(row)) + (f"  {reason}" if reason else ""))
         failed = failed or reason is not None
     sys.exit(1 if failed else 0)
 
@@ -65,12 +73,52 @@ def _say(message: str) -> None:
     click.echo(message, err=True)
 
 
-def _record(row: Measurement) -> None:
-    with as_file(files("mustfit_checks").joinpath("measured.json")) as path:
-        rows = {r["release"]: r for r in json.loads(path.read_text(encoding="utf-8"))}
-        rows[row.release] = attrs.asdict(row)
-        ordered = sorted(rows.values(), key=lambda r: order(r["release"]))
-        path.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+def record(row: Measurement) -> str | None:
+    """Enters a row in the table; or says, in one line, why that would make the table worse."""
+    with _locked(measured.TABLE.parent):
+        found = {r.release: r for r in measured.rows()}
+        before = found.get(row.release)
+        if (
+            before is not None
+            and not before.divergences
+            and not row.divergences
+            and before.scenarios > row.scenarios
+        ):
+            return (
+                f"vLLM {row.release} not recorded: {before.scenarios} scenarios agreed before, "
+                f"these are only {row.scenarios}; give --scenarios {before.scenarios} or more"
+            )
+        found[row.release] = row
+        ordered = sorted(found.values(), key=lambda r: order(r.release))
+        _replace(measured.TABLE, json.dumps([attrs.asdict(r) for r in ordered], indent=1) + "\n")
+    return None
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps others out. The folder's lock: the file's own would go with the file replaced."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file at once or not at all, so that no reader finds half of it."""
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+    ) as file:
+        new = Path(file.name)
+        try:
+            file.write(text)
+            file.flush()
+            new.chmod(path.stat().st_mode & 0o777)
+            new.replace(path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
 
 
 if __name__ == "__main__":

@@ -461,6 +461,29 @@ class _LookaheadCached(Scheduler):
         return self.cache_full_blocks(state, request, looked_ahead)
 
 
+@mutant("prefix-caching-ignored", breaks="CACHE-LOOKUP")
+class _PrefixCachingIgnored(Scheduler):
+    """Nothing is ever cached or hit."""
+
+    def get_computed_blocks(self, state: State, request: Request) -> tuple[int, ...]:
+        return ()
+
+    def cache_at_allocation(self, state: State, request: Request, num_tokens: int) -> State:
+        return state
+
+
+@mutant("policy-ignored", breaks="WAIT-ORDER")
+class _PolicyIgnored(Scheduler):
+    """Priorities are ignored: everybody is served, and preempted, first come, first served."""
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        object.__setattr__(self, "config", attrs.evolve(self.config, policy="fcfs"))
+
+    def enqueue(self, state: State, request: Request) -> State:
+        return attrs.evolve(state, waiting=(*state.waiting, request.request_id))
+
+
 # --- The step ---------------------------------------------------------------------------------
 
 

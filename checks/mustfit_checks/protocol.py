@@ -39,44 +39,67 @@ _QUOTED_LIMIT = 60
 #: vLLM's names for what docs/scope.md leaves out; a trailing ``*`` stands for any ending.
 OUT_OF_SCOPE = (
     "async_scheduling",
+    "attention_chunk_size",
     "cache_salt",
+    "cp_*",
     "cross_attn*",
     "data_parallel*",
     "dcp_*",
     "decode_context_parallel*",
+    "disable_chunked_mm_input",
     "disable_hybrid_kv_cache_manager",
     "draft*",
+    "eagle*",
     "ec_connector*",
     "ec_transfer*",
     "enable_lora",
+    "enable_mamba*",
+    "enable_mm*",
+    "enable_prompt_embeds",
     "encoder*",
-    "guided_decoding*",
+    "grammar*",
+    "guided_*",
     "hash_block_size",
     "hybrid*",
     "is_encoder_decoder",
+    "is_multimodal*",
     "kv_cache_groups",
     "kv_connector*",
     "kv_load_failure_policy",
+    "kv_offloading*",
+    "kv_sharing_fast_prefill",
     "kv_transfer*",
+    "limit_mm*",
+    "load_kv_async",
     "lora*",
     "mamba*",
+    "max_long_partial_prefills",
     "max_lora*",
     "max_num_encoder_input_tokens",
+    "max_num_partial_prefills",
     "mm_*",
     "multi_modal*",
     "multimodal*",
+    "num_draft*",
     "num_encoder*",
+    "num_external_computed_tokens",
+    "num_prompt_embeds",
     "num_spec*",
     "pcp_*",
     "pipeline_parallel*",
     "pooling*",
     "prefill_context_parallel*",
+    "prefill_schedule_interval",
     "prompt_embed*",
+    "prompt_is_token_ids",
     "resumable",
+    "runner_type",
+    "scheduler_cls",
     "sliding_window*",
     "spec_token*",
     "speculative*",
     "streaming*",
+    "structural_tag",
     "structured_output*",
     "use_eagle*",
 )
@@ -578,6 +601,10 @@ def _verify_bounds(value: object, metadata: Mapping[str, Any], path: str) -> Non
         raise ProtocolError(
             f"{_quoted(value)} is too small", path=path, mend=f"give at least {metadata['minimum']}"
         )
+    if value > metadata.get("maximum", value):
+        raise ProtocolError(
+            f"{_quoted(value)} is too large", path=path, mend=f"give at most {metadata['maximum']}"
+        )
     limit = metadata.get("exclusiveMaximum")
     if limit is not None and value >= limit:
         raise ProtocolError(
@@ -690,7 +717,8 @@ def _complete(schema: dict[str, Any], cls: type) -> None:
 def _bound(schema: dict[str, Any], metadata: Mapping[str, Any]) -> None:
     kind = schema.get("type")
     if kind in {"integer", "number"}:
-        schema.update({k: metadata[k] for k in ("minimum", "exclusiveMaximum") if k in metadata})
+        bounds = ("minimum", "maximum", "exclusiveMaximum")
+        schema.update({name: metadata[name] for name in bounds if name in metadata})
     elif metadata.get("not_empty"):
         schema.update({"string": {"minLength": 1}, "array": {"minItems": 1}}.get(str(kind), {}))
 

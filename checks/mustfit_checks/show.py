@@ -19,32 +19,58 @@ STYLE = {"conformant": "bold green", "divergent": "bold red", "undecided": "bold
 SHOWN_TOKENS = 12
 
 
-def verdict(
-    console: Console,
-    result: Verdict,
-    revision: type[Scheduler],
-    files: list[Path],
-    repeat: str,
-) -> None:
+@attrs.frozen(kw_only=True)
+class Report:
+    """A verdict and what is to be said with it.
+
+    Attributes:
+        result: The verdict.
+        revision: The revision that it was judged by.
+        files: For each divergence, where its case was saved, if it could be.
+        notes: Further lines, such as where the scenario was saved that nobody answered.
+        repeat: The command that repeats the run.
+        sampled: Whether the scenarios were generated, so that it matters what they reached.
+    """
+
+    result: Verdict
+    revision: type[Scheduler]
+    files: list[Path | None]
+    notes: list[str]
+    repeat: str
+    sampled: bool
+
+
+def verdict(console: Console, report: Report) -> None:
     """The verdict, each kind of divergence with its case, and the rules that were exercised."""
-    for divergence, file in zip(result.divergences, files, strict=True):
-        _divergence(console, divergence, revision, file)
-    _exercised(console, result)
-    console.print(
-        f"[{STYLE[result.verdict]}]{result.verdict}[/]: {escape(result.sut)} against vLLM "
-        f"{result.against} at profile {result.profile}: {result.scenarios:,} scenarios, "
-        f"{result.steps:,} steps, {result.diverged:,} divergent; "
-        f"{result.scenarios / max(result.seconds, 1e-9):,.0f} scenarios a second",
-        highlight=False,
-    )
-    if result.reason:
-        console.print(escape(result.reason), highlight=False)
-    if result.never_exercised:
-        console.print(
-            "never exercised, so nothing is said about: " + ", ".join(result.never_exercised),
-            highlight=False,
+    result = report.result
+    for divergence, file in zip(result.divergences, report.files, strict=True):
+        _divergence(console, divergence, report.revision, file)
+    decided = result.verdict != "undecided"
+    if decided and report.sampled:
+        _exercised(console, result)
+    if result.scenarios:
+        _line(
+            console,
+            f"[{STYLE[result.verdict]}]{result.verdict}[/]: {escape(result.sut)} against vLLM "
+            f"{result.against} at profile {result.profile}: {result.scenarios:,} scenarios, "
+            f"{result.steps:,} steps, {result.diverged:,} divergent; "
+            f"{result.scenarios / max(result.seconds, 1e-9):,.0f} scenarios a second",
         )
-    console.print(f"repeat with: {escape(repeat)}", highlight=False, soft_wrap=True)
+    else:
+        _line(console, f"[{STYLE[result.verdict]}]{result.verdict}[/]: {escape(result.sut)}")
+    if result.reason:
+        _line(console, escape(result.reason))
+    for note in report.notes:
+        _line(console, escape(note))
+    if decided and report.sampled and result.never_exercised:
+        names = ", ".join(result.never_exercised)
+        _line(console, f"never exercised, so nothing is said about: {names}")
+    _line(console, f"repeat with: {escape(report.repeat)}")
+
+
+def _line(console: Console, text: str) -> None:
+    """One line, whatever the width: lines are for grep as well."""
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 def _exercised(console: Console, result: Verdict) -> None:
@@ -63,31 +89,35 @@ def _exercised(console: Console, result: Verdict) -> None:
 
 
 def _divergence(
-    console: Console, divergence: Divergence, revision: type[Scheduler], file: Path
+    console: Console, divergence: Divergence, revision: type[Scheduler], file: Path | None
 ) -> None:
-    rule: Rule | None = rules_of(revision).get(divergence.rule)
-    console.rule(f"[bold]{divergence.rule}[/]", align="left")
+    console.rule(f"[bold]{divergence.rule or 'the scheduler failed'}[/]", align="left")
+    rule: Rule | None = rules_of(revision).get(divergence.rule or "")
     if rule is not None:
-        console.print(f"{escape(rule.statement)} [dim](docs/semantics.md, vLLM {rule.source})[/]")
+        _line(
+            console,
+            f"{escape(rule.statement)} [dim](docs/semantics.md, vLLM {escape(rule.source)})[/]",
+        )
     if divergence.behaves_like is not None:
         mutant = MUTANTS[divergence.behaves_like]
         seen = f", seen in {mutant.seen_in}" if mutant.seen_in else ""
-        console.print(
+        _line(
+            console,
             f"behaves like [bold]{mutant.name}[/]{seen}: {escape(mutant.description)}",
-            highlight=False,
         )
+    elif rule is not None:
+        _line(console, "no known wrong scheduler does this; the rule is a guess by what differs")
     scenario(console, divergence.scenario)
     difference = divergence.difference
-    console.print(f"step {difference.step}, {difference.field}:", highlight=False)
-    console.print(f"  expected  {escape(_plain(difference.expected))}", highlight=False)
-    console.print(f"  observed  {escape(_plain(difference.observed))}", highlight=False)
+    _line(console, f"step {difference.step}, {difference.field}:")
+    _line(console, f"  expected  {escape(_plain(difference.expected))}")
+    _line(console, f"  observed  {escape(_plain(difference.observed))}")
     found = ", ".join(divergence.found_in[:3])
     more = len(divergence.found_in) - 3
-    console.print(
-        f"[dim]found in {escape(found)}{f' and {more} more' if more > 0 else ''}; saved as[/] "
-        f"{escape(str(file))}",
-        highlight=False,
-        soft_wrap=True,
+    saved = f"; saved as {file}" if file is not None else ""
+    _line(
+        console,
+        f"found in {escape(found)}{f' and {more} more' if more > 0 else ''}{escape(saved)}",
     )
 
 
@@ -101,10 +131,10 @@ def _plain(value: object) -> str:
 
 def scenario(console: Console, shown: Scenario) -> None:
     """A scenario, with what is not at its default, and operations in one line."""
-    console.print(f"  {escape(_set_fields(shown.config))}", highlight=False)
+    _line(console, f"  {escape(_set_fields(shown.config))}")
     for request in shown.requests:
-        console.print(f"  {escape(_request(request))}", highlight=False)
-    console.print(f"  {escape(operations(shown.operations))}", highlight=False)
+        _line(console, f"  {escape(_request(request))}")
+    _line(console, f"  {escape(operations(shown.operations))}")
 
 
 def _set_fields(config: Config) -> str:

@@ -70,22 +70,48 @@ class _Drawn:
 
 
 def shrink(
-    scenario: Scenario, still_shows: Callable[[Scenario], bool], *, seconds: float = 60.0
+    scenario: Scenario,
+    still_shows: Callable[[Scenario], bool],
+    *,
+    candidates: int = 5000,
+    seconds: float = 600.0,
 ) -> Scenario:
     """The smallest scenario found that ``still_shows`` what this one shows.
 
     Args:
         scenario: The one to start from; ``still_shows`` has to hold for it.
         still_shows: The question to keep the answer to.
-        seconds: After so long, the smallest found by then has to do.
+        candidates: How often to ask at most; so what comes out doesn't depend on the machine.
+        seconds: After so long, the smallest found by then has to do, for a scheduler that hangs.
     """
+    best = _Smallest(scenario, still_shows, left=candidates, deadline=time.monotonic() + seconds)
+    without_needless_requests(best)
+    _by_hypothesis(best)
+    without_needless_requests(best)
+    return renamed(best.scenario, still_shows)
+
+
+def without_needless_requests(best: _Smallest) -> None:
+    """Leaves out each request that isn't needed, with all that is done to it."""
+    for request in best.scenario.requests:
+        name = request.request_id
+        best.consider(
+            attrs.evolve(
+                best.scenario,
+                requests=tuple(r for r in best.scenario.requests if r.request_id != name),
+                operations=tuple(o for o in best.scenario.operations if o.request_id != name),
+            )
+        )
+
+
+def _by_hypothesis(best: _Smallest) -> None:
+    scenario = best.scenario
     original = _Original()
     rebuild(scenario, original)
     database = InMemoryExampleDatabase()
     # One choice more than is needed: Hypothesis doesn't shrink what it takes to be shrunk already,
     # which is a failure that needed just the choices it was saved with.
     database.save(KEY, choices_to_bytes([*original.choices, True]))
-    best = _Smallest(scenario, still_shows, deadline=time.monotonic() + seconds)
     # Nothing smaller is no failure. Nor is Flaky: the time was up, and what had held no longer did.
     with contextlib.suppress(NoSuchExample, Flaky):
         hypothesis.find(
@@ -100,22 +126,28 @@ def shrink(
             ),
             database_key=KEY,
         )
-    return renamed(best.scenario, still_shows)
 
 
 class _Smallest:
-    """Remembers the last scenario that still showed it: the shrinker only goes down."""
+    """Remembers the smallest scenario that still showed it."""
 
     def __init__(
-        self, scenario: Scenario, still_shows: Callable[[Scenario], bool], *, deadline: float
+        self,
+        scenario: Scenario,
+        still_shows: Callable[[Scenario], bool],
+        *,
+        left: int,
+        deadline: float,
     ) -> None:
         self.scenario = scenario
         self.still_shows = still_shows
+        self.left = left
         self.deadline = deadline
 
     def consider(self, candidate: Scenario | None) -> bool:
-        if candidate is None or time.monotonic() > self.deadline:
+        if candidate is None or self.left <= 0 or time.monotonic() > self.deadline:
             return False
+        self.left -= 1
         shows = self.still_shows(candidate)
         if shows and size(candidate) <= size(self.scenario):
             self.scenario = candidate
@@ -138,20 +170,24 @@ def _smaller(draw: Callable[[st.SearchStrategy[Any]], Any], original: Scenario) 
 
 
 def rebuild(original: Scenario, choose: Chooser) -> Scenario:
-    """The original, as far as the choices leave it."""
-    requests = [r for r in original.requests if choose.keep()]
+    """The original, as far as the choices leave it.
+
+    Choices about one thing stand together, so that Hypothesis can take the thing out.
+    """
+    config = _config(original.config, choose)
+    requests = [_request(r, choose) for r in original.requests if choose.keep()]
     kept = {r.request_id for r in requests}
     operations: list[Operation] = []
     for operation, steps in _runs(original.operations):
-        if operation is not None and operation.request_id in {*kept, None}:
-            # A request that is kept is added; whatever else there is may go.
-            operations += [operation] if operation.op == "add" or choose.keep() else []
+        # A request that is kept is added; whatever else there is may go.
+        if operation is not None and (operation.op == "add" or choose.keep()):
+            operations += [operation] if operation.request_id in {*kept, None} else []
         if steps:
             operations += [Operation(op="step")] * choose.integer(0, steps)
     return Scenario(
         scenario_id=original.scenario_id,
-        config=_config(original.config, choose),
-        requests=tuple(_request(r, choose) for r in requests),
+        config=config,
+        requests=tuple(requests),
         operations=tuple(operations),
     )
 

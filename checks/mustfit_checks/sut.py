@@ -557,9 +557,7 @@ class _Conversation:
             if scenario
             else "",
             f"; the end of its stderr: {said}" if said else "",
-            f"; to repeat: give that scenario's line on stdin to {shlex.join(self.sut.command)}"
-            if scenario
-            else f"; to repeat: run {shlex.join(self.sut.command)}",
+            "" if scenario else f"; to repeat: run {shlex.join(self.sut.command)}",
         ]
         return SutError(_printable("".join(parts)), kind=kind, scenario=scenario, stderr=stderr)
 

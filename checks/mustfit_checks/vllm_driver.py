@@ -18,8 +18,8 @@ Environment:
     VLLM_CACHE_ROOT: Where vLLM keeps what it learns about the model between runs. Without it every
         start takes seconds longer.
 
-Exit status: 0 at the end of the input; 2, with one line on stderr, for input that is no scenario or
-a vLLM that cannot be imported. Works with vLLM 0.21.0 to 0.33.0.
+Exit status: 0 at the end of the input; 2, with one line on stderr, for input that is no scenario, a
+vLLM that cannot be imported, or a Python that skips assertions (``-O``, ``PYTHONOPTIMIZE``). Works with vLLM 0.21.0 to 0.33.0.
 """
 
 from __future__ import annotations
@@ -625,6 +625,9 @@ def serve(factory: Factory, scenarios: TextIO, traces: TextIO) -> None:
 def main() -> None:
     """Reads scenarios from stdin and writes traces to stdout, until the end of the input."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not __debug__:
+        # vLLM's own assertions are part of what it does.
+        fail("Python skips assertions, and vLLM's matter; run it without -O and PYTHONOPTIMIZE")
     # Python puts the script's folder first; its modules must not pass for vLLM's dependencies.
     here = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]

@@ -129,9 +129,15 @@ class Installed:
         return (str(self.python), str(DRIVER))
 
     def environment(self) -> dict[str, str]:
-        """This process's environment variables, with those that the command needs."""
+        """This process's environment variables, with those that the command needs.
+
+        Python's own (``PYTHONOPTIMIZE``, ``PYTHONHOME``, ``PYTHONWARNINGS``, ...) are empty, which
+        is to Python as if they weren't there. They are not left out: this is laid over
+        ``os.environ``. So nothing of a user's changes what is measured.
+        """
         variables = {
             **os.environ,
+            **{name: "" for name in os.environ if name.startswith("PYTHON")},
             "PYTHONPATH": str(self.source),
             "VLLM_CACHE_ROOT": str(self.state),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 
 import attrs
@@ -47,15 +48,19 @@ def what(name: str, against: str | None, source: Path | None) -> What:
         UnknownRelease: The release that it would be judged by was never measured.
     """
     kind, _, rest = name.partition(":")
+    against = against.removeprefix("v") if against else None
     if kind == "impl":
         raise UnknownSut(
             "the optimized implementation is not there yet; say whom to judge with --sut: " + KINDS
         )
     takes_rest = kind in {"mutant", "vllm", "cmd"}
     if kind not in {"spec", "mutant", "vllm", "cmd"} or takes_rest != bool(rest):
-        raise UnknownSut(f"nothing is called {name!r}; there are: {KINDS}")
+        hint = f"; to run a program, cmd:{name}" if "/" in name else ""
+        raise UnknownSut(f"nothing is called {name!r}; there are: {KINDS}{hint}")
     if kind == "mutant" and rest not in MUTANTS:
-        raise UnknownSut(f"there is no mutant {rest!r}; `mustfit mutants` lists them")
+        near = get_close_matches(rest, MUTANTS, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UnknownSut(f"there is no mutant {rest!r}; `mustfit mutants` lists them{hint}")
     if source is not None and kind != "vllm":
         raise UnknownSut(f"--vllm-source goes with --sut vllm:RELEASE or alone, not with {name!r}")
     if source is None and rest == SOURCE:

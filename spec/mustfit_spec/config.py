@@ -10,15 +10,20 @@ Policy = Literal["fcfs", "priority"]
 
 
 class ConfigError(ValueError):
-    """A configuration that vLLM refuses, or that a revision of the semantics does not have."""
+    """A configuration that makes no sense, or that a revision of the semantics does not have."""
 
 
-def at_least(minimum: int, *, default: Any = attrs.NOTHING) -> Any:
-    """A whole-number field with a lower bound, which the JSON Schema shows as well."""
+def at_least(minimum: int, *, at_most: int | None = None, default: Any = attrs.NOTHING) -> Any:
+    """A whole-number field with bounds, which the JSON Schema shows as well."""
+    validators = [attrs.validators.ge(minimum)]
+    metadata = {"minimum": minimum}
+    if at_most is not None:
+        validators.append(attrs.validators.le(at_most))
+        metadata["maximum"] = at_most
     return attrs.field(
         default=default,
-        validator=attrs.validators.optional(attrs.validators.ge(minimum)),
-        metadata={"minimum": minimum},
+        validator=attrs.validators.optional(attrs.validators.and_(*validators)),
+        metadata=metadata,
     )
 
 
@@ -35,11 +40,14 @@ class Config:
 
     Attributes:
         num_gpu_blocks: KV blocks in the pool, the null block counted: one fewer can be handed out.
+            At most 1,000,000, a limit of mustfit's own: it holds the pool block by block.
         block_size: Tokens that a block holds.
         max_model_len: Longest sequence, prompt and output together, in tokens.
         max_num_seqs: Most requests in ``running``.
-        max_num_batched_tokens: Most tokens that a step may schedule.
-        max_num_scheduled_tokens: A second such limit; ``None``: none of its own.
+        max_num_batched_tokens: Most tokens that a step may schedule, but for
+            ``max_num_scheduled_tokens``.
+        max_num_scheduled_tokens: A second such limit; ``None``: none of its own. Up to 0.27.1 it
+            stands instead of the first, and may exceed it.
         max_num_active_seqs: Most requests in ``running`` that admission may lead to;
             ``None``: ``max_num_seqs``.
         enable_chunked_prefill: Whether a waiting request may be admitted with fewer tokens than it
@@ -55,13 +63,13 @@ class Config:
         num_lookahead_tokens: Slots that an allocation takes beyond the tokens it computes.
 
     Raises:
-        ConfigError: For values that vLLM itself refuses.
+        ConfigError: For values that make no sense, most of which vLLM refuses too.
 
     Source: vLLM 0.33.0, ``vllm/config/scheduler.py`` (limits: ``verify_max_model_len``) and
     ``vllm/config/cache.py``.
     """
 
-    num_gpu_blocks: int = at_least(2)
+    num_gpu_blocks: int = at_least(2, at_most=1_000_000)
     block_size: int = at_least(1)
     max_model_len: int = at_least(2)
     max_num_seqs: int = at_least(1)

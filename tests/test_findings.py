@@ -218,3 +218,39 @@ def test_victim_that_was_passed_over_costs_a_turn(release: str, ask: Ask) -> Non
         assert tight.num_scheduled_tokens == {"x": 1, "y": 1}
         assert tight.num_free_blocks == 0
     assert after.num_scheduled_tokens["y"] == 1
+
+
+def test_a_second_budget_below_a_prompt_starves_it_without_chunked_prefill(
+    ask: Callable[[Scenario], Trace],
+) -> None:
+    """With a hundred free blocks, nobody is ever started."""
+    trace = ask(
+        Scenario(
+            scenario_id="starved",
+            config=Config(
+                num_gpu_blocks=101,
+                block_size=1,
+                max_model_len=10,
+                max_num_seqs=2,
+                max_num_batched_tokens=10,
+                max_num_scheduled_tokens=3,
+                enable_chunked_prefill=False,
+            ),
+            requests=(
+                NewRequest(
+                    request_id="long", prompt_token_ids=(1, 2, 3, 4), sampled_token_ids=(9,)
+                ),
+                NewRequest(request_id="short", prompt_token_ids=(5,), sampled_token_ids=(9,)),
+            ),
+            operations=(
+                Operation(op="add", request_id="long"),
+                Operation(op="add", request_id="short"),
+                *[Operation(op="step")] * 4,
+            ),
+        )
+    )
+    assert trace.error is None
+    for step in trace.steps:
+        assert step.num_scheduled_tokens == {}
+        assert step.waiting == ("long", "short")
+        assert step.num_free_blocks == 100

@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import attrs
+
 from mustfit_spec import (
     Config,
     Request,
@@ -31,24 +33,35 @@ Decisive = Callable[..., bool]
 
 def exercised(scenario: Scenario, revision: type[Scheduler]) -> tuple[Trace, frozenset[str]]:
     """What a revision does with a scenario, and the IDs of the rules that mattered."""
-    watched, seen = _watched(revision)  # type: ignore[arg-type]  # classes hash by identity
-    seen.clear()
+    watched, notes = _watched(revision)  # type: ignore[arg-type]  # classes hash by identity
+    notes.seen.clear()
     trace = run(scenario, watched(scenario.config))
-    return trace, frozenset(seen)
+    return trace, frozenset(notes.seen)
+
+
+@attrs.define
+class _Notes:
+    """What a watched scheduler notes: rules that mattered, and whether it is being asked.
+
+    While it is asked whether a rule mattered, what it does to answer says nothing of the scenario.
+    """
+
+    seen: set[str] = attrs.field(factory=set)
+    asked: bool = False
 
 
 @functools.cache
-def _watched(revision: type[Scheduler]) -> tuple[type[Scheduler], set[str]]:
-    """The revision, made to note the rules that matter; and the set it notes them in."""
-    seen: set[str] = set()
+def _watched(revision: type[Scheduler]) -> tuple[type[Scheduler], _Notes]:
+    """The revision, made to note the rules that matter; and what it notes."""
+    notes = _Notes()
     methods = {
-        rule.method: _watch(getattr(revision, rule.method), rule_id, seen)
+        rule.method: _watch(getattr(revision, rule.method), rule_id, notes)
         for rule_id, rule in rules_of(revision).items()
     }
-    return type(revision.__name__, (revision,), methods), seen
+    return type(revision.__name__, (revision,), methods), notes
 
 
-def _watch(method: Callable[..., Any], rule_id: str, seen: set[str]) -> Callable[..., Any]:
+def _watch(method: Callable[..., Any], rule_id: str, notes: _Notes) -> Callable[..., Any]:
     decisive = DECISIVE[rule_id]
 
     @functools.wraps(method)
@@ -58,10 +71,16 @@ def _watch(method: Callable[..., Any], rule_id: str, seen: set[str]) -> Callable
         except Exception:
             # It passes through every method on its way out; it says something of one of them.
             if decisive is _never:
-                seen.add(rule_id)
+                notes.seen.add(rule_id)
             raise
-        if rule_id not in seen and decisive(self, result, *args, **kwargs):
-            seen.add(rule_id)
+        if rule_id in notes.seen or notes.asked:
+            return result
+        notes.asked = True
+        try:
+            if decisive(self, result, *args, **kwargs):
+                notes.seen.add(rule_id)
+        finally:
+            notes.asked = False
         return result
 
     return watched
@@ -167,8 +186,14 @@ def _not_empty(_: Scheduler, result: object, *__: object, **___: object) -> bool
     return bool(result)
 
 
-def _took_blocks(_: Scheduler, __: object, ___: State, num_blocks: int) -> bool:
-    return num_blocks > 0
+def _left_blocks(_: Scheduler, __: object, state: State, num_blocks: int) -> bool:
+    return 0 < num_blocks < state.num_free_blocks
+
+
+def _has_blocks(
+    _: Scheduler, __: int, ___: State, request: Request, ____: int, hit: tuple[int, ...]
+) -> bool:
+    return bool(request.block_ids or hit)
 
 
 def _had_blocks(_: Scheduler, __: object, ___: State, request: Request) -> bool:
@@ -253,12 +278,12 @@ def _would_wait(scheduler: Scheduler, result: bool, *_: object) -> bool:  # noqa
 
 DECISIVE: dict[str, Decisive] = {
     "ALLOC-CHUNK": _refused,
-    "ALLOC-COUNT": _positive,
+    "ALLOC-COUNT": _has_blocks,
     "ALLOC-FREE": _had_blocks,
     "ALLOC-FREE-ORDER": _several_blocks,
     "ALLOC-GATE": _refused,
     "ALLOC-GATE-LENGTH": _gate_length,
-    "ALLOC-HEAD": _took_blocks,
+    "ALLOC-HEAD": _left_blocks,
     "ALLOC-INACTIVE-HIT": _positive,
     "ALLOC-REFUSE": _refused,
     "ALLOC-SLOTS": _slots,

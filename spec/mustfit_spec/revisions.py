@@ -107,9 +107,9 @@ class V0_28_0(V0_27_0):
 
     @rule("RUN-MODEL-LEN", "0.28.0 v1/core/sched/scheduler.py:474,571-576,604-606")
     def tokens_to_model_end(self, request: Request) -> int:
-        """A running request never computes its ``max_model_len``-th token.
+        """A running request that is at or beyond ``max_model_len - 1`` tokens computes nothing.
 
-        One that is already beyond stays in ``running``, keeps its blocks, and is passed over.
+        It stays in ``running``, keeps its blocks, and is passed over.
         """
         return max(super().tokens_to_model_end(request), 0)
 
@@ -133,7 +133,7 @@ class V0_29_0(V0_28_0):
 
     @rule("STEP-STOP", "0.29.0 v1/core/sched/utils.py:100-115")
     def finish_reason(self, request: Request) -> FinishReason | None:
-        """A request ends at a stop token, or at ``max_model_len`` or ``max_tokens``.
+        """A stop token or a limit on length ends a request, whatever its ``min_tokens``.
 
         ``min_tokens`` is left to the sampler, which gives no stop token before it.
         """

@@ -34,7 +34,8 @@ class NewRequest:
             is the n-th of these, however often the request is preempted. At least ``max_tokens``.
         max_tokens: Output tokens after which the request ends; 0 stands for all of
             ``sampled_token_ids``.
-        min_tokens: Output tokens before which it doesn't end.
+        min_tokens: Output tokens before which it doesn't end, up to vLLM 0.28.0. From 0.29.0 on
+            the scheduler leaves that to the sampler, and this has no effect.
         eos_token_id: An output token that ends it, or ``None``.
         stop_token_ids: Further output tokens that end it.
         priority: Under the priority policy, smaller is served first.

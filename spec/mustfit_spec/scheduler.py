@@ -412,9 +412,9 @@ class Scheduler(KVCacheManager):
 
     @rule("STEP-STOP", "0.22.1 v1/core/sched/utils.py:100-117")
     def finish_reason(self, request: Request) -> FinishReason | None:
-        """A request ends at a stop token, or at ``max_model_len`` or ``max_tokens``.
+        """Before ``min_tokens`` nothing ends a request; then a stop token or a limit on length does.
 
-        Never before ``min_tokens``, and be it beyond ``max_model_len``.
+        The limits are ``max_model_len`` and ``max_tokens``. ``min_tokens`` goes before both.
         """
         if request.num_output_tokens < request.given.min_tokens:
             return None

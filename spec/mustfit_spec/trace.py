@@ -38,8 +38,9 @@ class StepTrace:
 
     Attributes:
         num_scheduled_tokens: Tokens scheduled, for each request that got any.
-        preempted: Requests that this step preempted.
-        finished: Requests that ended with this step's output.
+        preempted: Requests that this step's scheduling preempted. Those that a reset of the prefix
+            cache preempted before are not among them.
+        finished: Requests that ended with this step's output. Aborted ones are not among them.
         running: Ids in ``running``, in order, once finished requests have left.
         waiting: Ids in ``waiting``, the one that is served next first.
         num_free_blocks: Blocks in the free queue, inactive cached ones among them.
@@ -50,7 +51,7 @@ class StepTrace:
         block_ids: Blocks held, in order of position, for each request in ``running``.
         free_block_ids: The free queue, next to be handed out first: the eviction order.
         cached_block_ids: Blocks in the prefix cache. Blocks of equal content form a list, the one
-            that a lookup finds first; lists in order of their first block.
+            that a lookup finds first. The lists are a set: their order says nothing.
     """
 
     num_scheduled_tokens: dict[str, int]
@@ -77,7 +78,9 @@ class TraceError:
 
     Attributes:
         step: The step it failed in, counted from 0. The trace has that many entries.
-        kind: What failed, such as ``AssertionError``. Not compared.
+        kind: What failed, such as ``AssertionError``. Not compared, but for two: ``Unsupported``
+            says that the scheduler doesn't have what the scenario asks for, and ends the judging;
+            ``InvariantViolation`` says that it contradicts itself, and agrees with nothing.
         message: In words. Not compared.
     """
 

@@ -200,7 +200,8 @@ def judge(
             repeat=_repeat(asked, profile, source, seed, first, count, case_files),
             sampled=not case_files,
         )
-        show.verdict(_Console(), report)
+        # "cmd:cat:" is no emoji.
+        show.verdict(_Console(emoji=False), report)
     sys.exit(EXIT_CODES[result.verdict])
 
 

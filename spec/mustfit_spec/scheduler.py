@@ -412,7 +412,7 @@ class Scheduler(KVCacheManager):
 
     @rule("STEP-STOP", "0.22.1 v1/core/sched/utils.py:100-117")
     def finish_reason(self, request: Request) -> FinishReason | None:
-        """Before ``min_tokens`` nothing ends a request; then a stop token or a limit on length does.
+        """Before ``min_tokens`` nothing ends a request; then a stop token or a length limit does.
 
         The limits are ``max_model_len`` and ``max_tokens``. ``min_tokens`` goes before both.
         """

@@ -328,6 +328,10 @@ REFUSED: dict[str, tuple[bytes | str, str]] = {
         line_with(('"num_gpu_blocks":64', '"num_gpu_blocks":1')),
         "$.config.num_gpu_blocks: 1 is too small; give at least 2",
     ),
+    "beyond mustfit's limit": (
+        line_with(('"num_gpu_blocks":64', '"num_gpu_blocks":1000001')),
+        "$.config.num_gpu_blocks: 1000001 is too large; give at most 1000000",
+    ),
     "too large": (
         line_with(('"watermark":0.125', '"watermark":1.0')),
         "$.config.watermark: 1.0 is too large; give less than 1.0",
@@ -414,6 +418,31 @@ def test_a_duplicate_in_a_map_of_a_trace() -> None:
         "prompt_embeds",
         "resumable",
         "streaming_queue",
+        "prefill_schedule_interval",
+        "max_num_partial_prefills",
+        "max_long_partial_prefills",
+        "scheduler_cls",
+        "disable_hybrid_kv_cache_manager",
+        "load_kv_async",
+        "kv_offloading_size",
+        "num_external_computed_tokens",
+        "attention_chunk_size",
+        "is_multimodal_model",
+        "disable_chunked_mm_input",
+        "limit_mm_per_prompt",
+        "encoder_cache_size",
+        "enable_lora",
+        "max_loras",
+        "guided_json",
+        "structural_tag",
+        "runner_type",
+        "enable_prompt_embeds",
+        "num_speculative_tokens",
+        "spec_token_ids",
+        "num_draft_tokens",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+        "cp_kv_cache_interleave_size",
     ],
 )
 def test_what_is_out_of_scope_is_refused_by_name(name: str) -> None:
@@ -462,9 +491,20 @@ def test_the_schema_is_one_and_is_documented() -> None:
                 assert prop["default"] == default
 
 
+def test_a_pool_has_a_limit_and_may_reach_it() -> None:
+    config = sample_scenario().config
+    assert attrs.evolve(config, num_gpu_blocks=1_000_000).num_gpu_blocks == 1_000_000
+    with pytest.raises(ValueError, match=r"'num_gpu_blocks' must be <= 1000000: 1000001"):
+        attrs.evolve(config, num_gpu_blocks=1_000_001)
+    with pytest.raises(ValueError, match=r"'num_gpu_blocks' must be >= 2: 1"):
+        attrs.evolve(config, num_gpu_blocks=1)
+
+
 def test_the_schema_has_the_bounds_of_the_classes() -> None:
     config = json_schema()["$defs"]["Config"]["properties"]
     assert config["num_gpu_blocks"]["minimum"] == 2
+    assert config["num_gpu_blocks"]["maximum"] == 1_000_000
+    assert config["block_size"]["maximum"] == 2**63 - 1
     assert config["max_num_active_seqs"]["anyOf"][0]["minimum"] == 1
     assert config["watermark"]["minimum"] == 0.0
     assert config["watermark"]["exclusiveMaximum"] == 1.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import threading
@@ -335,3 +337,76 @@ def test_what_is_no_source_tree_is_refused(tmp_path: Path, commands: Commands) -
     assert "give the folder" in message
     assert "\n" not in message
     assert not commands.run
+
+
+#: What a user may have set that would change what Python does.
+HOSTILE = {
+    "PYTHONOPTIMIZE": "2",
+    "PYTHONHOME": "/nowhere",
+    "PYTHONSTARTUP": "/nowhere.py",
+    "PYTHONWARNINGS": "error",
+    "PYTHONBREAKPOINT": "nothing.there",
+    "PYTHONINSPECT": "1",
+    "PYTHONVERBOSE": "1",
+    "PYTHONDEVMODE": "1",
+    "PYTHONHASHSEED": "7",
+    "PYTHONIOENCODING": "latin-1",
+    "PYTHONUTF8": "0",
+    "PYTHONPLATLIBDIR": "nowhere",
+    "PYTHONMALLOC": "debug",
+    "PYTHONPROFILEIMPORTTIME": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+ABOUT = """
+import json, os, sys
+names = [name for name in os.environ if name.startswith("PYTHON") and os.environ[name]]
+print(json.dumps([list(sys.flags), sys.warnoptions, sys.prefix, sys.stdout.encoding, names]))
+"""
+
+
+def test_no_python_variable_of_the_user_has_any_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = vllm_setup.Installed(
+        python=Path(sys.executable), source=tmp_path, release="0.33.0", state=tmp_path
+    )
+
+    def about() -> tuple[Any, str]:
+        # As ProcessSut does it.
+        environment = {**os.environ, **installed.environment()}
+        done = subprocess.run(  # noqa: S603
+            [sys.executable, "-c", ABOUT],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        return json.loads(done.stdout), done.stderr
+
+    for name in [name for name in os.environ if name.startswith("PYTHON")]:
+        monkeypatch.delenv(name)
+    clean = about()
+    assert clean[0][-1] == ["PYTHONPATH"]
+    for name, value in (HOSTILE | {"PYTHONPATH": "/nowhere"}).items():
+        monkeypatch.setenv(name, value)
+    assert about() == clean
+    assert installed.environment()["PYTHONPATH"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(("options", "optimize"), [(["-O"], ""), (["-OO"], ""), ([], "1")])
+def test_the_driver_refuses_a_python_that_skips_assertions(
+    options: list[str], optimize: str
+) -> None:
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, *options, str(vllm_setup.DRIVER)],
+        check=False,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONOPTIMIZE": optimize},
+    )
+    assert done.returncode == 2
+    assert not done.stdout
+    assert done.stderr.startswith("vllm_driver: Python skips assertions")
+    assert done.stderr.count("\n") == 1

@@ -36,8 +36,8 @@ class Difference:
 def compare(expected: Trace, observed: Trace, profile: Profile) -> Difference | None:
     """The first difference, by step and then in the order of the profile's fields.
 
-    A scheduler that fails in a step agrees with one that fails in the same step, whatever the words;
-    but one that is observed to fail with ``InvariantViolation`` agrees with none.
+    A scheduler that fails in a step agrees with one that fails in the same step, whatever the
+    words; but one that is observed to fail with ``InvariantViolation`` agrees with none.
     """
     for step, (one, other) in enumerate(zip(expected.steps, observed.steps, strict=False)):
         for field in fields_of(profile):

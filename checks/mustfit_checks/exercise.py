@@ -186,8 +186,8 @@ def _not_empty(_: Scheduler, result: object, *__: object, **___: object) -> bool
     return bool(result)
 
 
-def _left_blocks(_: Scheduler, __: object, state: State, num_blocks: int) -> bool:
-    return 0 < num_blocks < state.num_free_blocks
+def _choice_of_blocks(_: Scheduler, __: object, state: State, num_blocks: int) -> bool:
+    return num_blocks > 0 and state.num_free_blocks > 1
 
 
 def _has_blocks(
@@ -283,7 +283,7 @@ DECISIVE: dict[str, Decisive] = {
     "ALLOC-FREE-ORDER": _several_blocks,
     "ALLOC-GATE": _refused,
     "ALLOC-GATE-LENGTH": _gate_length,
-    "ALLOC-HEAD": _left_blocks,
+    "ALLOC-HEAD": _choice_of_blocks,
     "ALLOC-INACTIVE-HIT": _positive,
     "ALLOC-REFUSE": _refused,
     "ALLOC-SLOTS": _slots,

@@ -19,7 +19,8 @@ Environment:
         start takes seconds longer.
 
 Exit status: 0 at the end of the input; 2, with one line on stderr, for input that is no scenario, a
-vLLM that cannot be imported, or a Python that skips assertions (``-O``, ``PYTHONOPTIMIZE``). Works with vLLM 0.21.0 to 0.33.0.
+vLLM that cannot be imported, or a Python that skips assertions (``-O``, ``PYTHONOPTIMIZE``). Works
+with vLLM 0.21.0 to 0.33.0.
 """
 
 from __future__ import annotations

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import time
 
+import attrs
 import pytest
 
 from mustfit_checks.attribute import mutant_trace
 from mustfit_checks.compare import compare
 from mustfit_checks.generate import scenario
 from mustfit_checks.mutants import MUTANTS
-from mustfit_checks.shrink import shrink, size
+from mustfit_checks.shrink import (
+    Smallest,
+    by_hypothesis,
+    shrink,
+    size,
+    without_needless_requests,
+)
 from mustfit_spec import REVISIONS, Scenario, run
 
 REVISION = "0.33.0"
@@ -45,7 +52,7 @@ def test_hypothesis_starts_from_the_scenario_given() -> None:
         considered.append(candidate)
         return diverges("oldest-first", candidate)
 
-    shrink(first, still_shows)
+    by_hypothesis(Smallest(first, still_shows, left=10_000, deadline=time.monotonic() + 600))
     # The same but for tokens nobody samples: an output limit below what is sampled cuts those.
     assert considered[0].config == first.config
     assert considered[0].operations == first.operations
@@ -54,14 +61,37 @@ def test_hypothesis_starts_from_the_scenario_given() -> None:
 
 def test_what_only_the_original_shows_stays_the_original() -> None:
     first = scenario(seed=0, index=0)
+    smallest = shrink(first, lambda candidate: size(candidate) >= size(first))
+    assert size(smallest) == size(first)
+
+
+def test_requests_that_are_not_needed_go_first() -> None:
+    first = shows("oldest-first")[0]
+    best = Smallest(
+        first, lambda s: diverges("oldest-first", s), left=10_000, deadline=time.monotonic() + 600
+    )
+    without_needless_requests(best)
+    for request in best.scenario.requests:
+        fewer = tuple(r for r in best.scenario.requests if r is not request)
+        operations = tuple(
+            o for o in best.scenario.operations if o.request_id != request.request_id
+        )
+        without = attrs.evolve(best.scenario, requests=fewer, operations=operations)
+        assert not diverges("oldest-first", without)
+
+
+def test_no_more_is_asked_than_allowed() -> None:
+    first = scenario(seed=0, index=0)
     asked = 0
 
-    def only_once(_: Scenario) -> bool:
+    def counted(_: Scenario) -> bool:
         nonlocal asked
         asked += 1
-        return asked == 1
+        return True
 
-    assert size(shrink(first, only_once)) == size(first)
+    shrink(first, counted, candidates=30)
+    # And once for the names of the tokens.
+    assert asked <= 31
 
 
 def test_time_is_kept() -> None:

@@ -373,7 +373,7 @@ def test_exits_at_once_with_a_traceback() -> None:
     assert "exited with status 1, without an answer" in str(error)
     assert "scenario 's0'" in str(error)
     assert "stderr: ModuleNotFoundError: No module named 'no_such_module'" in str(error)
-    assert "to repeat: give that scenario's line on stdin to" in str(error)
+    assert error.scenario is not None
     assert "Traceback" in error.stderr
 
 
@@ -564,7 +564,7 @@ time.sleep(60)
         traces = it.traces(scenarios(2))
         next(traces)
         time.sleep(0.3)
-        with pytest.raises(SutError, match="end of its stderr: last words;") as caught:
+        with pytest.raises(SutError, match="end of its stderr: last words$") as caught:
             next(traces)
     assert caught.value.kind == "not-json"
 

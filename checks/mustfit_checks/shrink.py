@@ -84,14 +84,14 @@ def shrink(
         candidates: How often to ask at most; so what comes out doesn't depend on the machine.
         seconds: After so long, the smallest found by then has to do, for a scheduler that hangs.
     """
-    best = _Smallest(scenario, still_shows, left=candidates, deadline=time.monotonic() + seconds)
+    best = Smallest(scenario, still_shows, left=candidates, deadline=time.monotonic() + seconds)
     without_needless_requests(best)
-    _by_hypothesis(best)
+    by_hypothesis(best)
     without_needless_requests(best)
     return renamed(best.scenario, still_shows)
 
 
-def without_needless_requests(best: _Smallest) -> None:
+def without_needless_requests(best: Smallest) -> None:
     """Leaves out each request that isn't needed, with all that is done to it."""
     for request in best.scenario.requests:
         name = request.request_id
@@ -104,7 +104,8 @@ def without_needless_requests(best: _Smallest) -> None:
         )
 
 
-def _by_hypothesis(best: _Smallest) -> None:
+def by_hypothesis(best: Smallest) -> None:
+    """Lets Hypothesis's shrinker take the scenario down."""
     scenario = best.scenario
     original = _Original()
     rebuild(scenario, original)
@@ -128,7 +129,7 @@ def _by_hypothesis(best: _Smallest) -> None:
         )
 
 
-class _Smallest:
+class Smallest:
     """Remembers the smallest scenario that still showed it."""
 
     def __init__(
@@ -145,6 +146,7 @@ class _Smallest:
         self.deadline = deadline
 
     def consider(self, candidate: Scenario | None) -> bool:
+        """Whether a candidate shows it; the smallest that does is remembered."""
         if candidate is None or self.left <= 0 or time.monotonic() > self.deadline:
             return False
         self.left -= 1

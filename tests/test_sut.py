@@ -564,7 +564,7 @@ time.sleep(60)
         traces = it.traces(scenarios(2))
         next(traces)
         time.sleep(0.3)
-        with pytest.raises(SutError, match="end of its stderr: last words$") as caught:
+        with pytest.raises(SutError, match=r"end of its stderr: last words$") as caught:
             next(traces)
     assert caught.value.kind == "not-json"
 

@@ -102,5 +102,7 @@ def test_a_changed_vllm_is_found_out(
     with sut:
         verdict = judged(sut, vllm_release, COUNT, stop_after=40)
     assert verdict.verdict == "divergent"
-    assert {d.rule for d in verdict.divergences} == {rule}
-    assert len(verdict.divergences[0].scenario.requests) <= 4
+    # A change may also make vLLM fail by itself, which breaks no rule in particular.
+    assert {d.rule for d in verdict.divergences} - {None} == {rule}
+    found = next(d for d in verdict.divergences if d.rule == rule)
+    assert len(found.scenario.requests) <= 4

@@ -59,12 +59,17 @@ def imitators(
 def explains(mutant: Mutant, evidence: Evidence, revision: str, profile: Profile) -> bool:
     """Whether a wrong scheduler does on this scenario just what was observed, to the end.
 
-    A scheduler that failed by itself, on an exception of its own, is explained by no other.
+    A failure is explained only by one of the same kind: that two schedulers break down in the same
+    step says little.
     """
-    if evidence.failed:
-        return False
     imitation = mutant_trace(evidence.scenario, mutant, revision)
+    if evidence.failed and _kind(imitation) != _kind(evidence.observed):
+        return False
     return compare(imitation, evidence.observed, profile) is None
+
+
+def _kind(trace: Trace) -> str | None:
+    return trace.error.kind if trace.error is not None else None
 
 
 def mutant_trace(scenario: Scenario, mutant: Mutant, revision: str) -> Trace:

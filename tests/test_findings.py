@@ -254,3 +254,54 @@ def test_a_second_budget_below_a_prompt_starves_it_without_chunked_prefill(
         assert step.num_scheduled_tokens == {}
         assert step.waiting == ("long", "short")
         assert step.num_free_blocks == 100
+
+
+def test_a_negative_chunk_whose_owner_is_preempted_exceeds_the_budget(
+    ask: Callable[[Scenario], Trace], release: str
+) -> None:
+    """Up to 0.27.1: "long" is beyond the end and gets -1 token, which "one" uses, and is preempted.
+
+    Found by chance, once in 100,000 scenarios.
+    """
+    trace = ask(
+        Scenario(
+            scenario_id="over-budget",
+            config=Config(
+                num_gpu_blocks=6,
+                block_size=4,
+                max_model_len=13,
+                max_num_seqs=3,
+                max_num_batched_tokens=7,
+                policy="priority",
+                scheduler_reserve_full_isl=False,
+            ),
+            requests=(
+                NewRequest(
+                    request_id="long",
+                    prompt_token_ids=tuple(range(12)),
+                    sampled_token_ids=(12, 13, 14),
+                    min_tokens=3,
+                ),
+                NewRequest(
+                    request_id="two",
+                    prompt_token_ids=(15,),
+                    sampled_token_ids=tuple(range(16, 28)),
+                ),
+                NewRequest(
+                    request_id="one",
+                    prompt_token_ids=(15,),
+                    sampled_token_ids=tuple(range(28, 38)),
+                ),
+            ),
+            operations=(
+                *(add(request_id) for request_id in ("long", "two", "one")),
+                *[STEP] * 17,
+            ),
+        )
+    )
+    if order(release) < order("0.28.0"):
+        assert trace.error is not None
+        assert trace.error.step == 16
+        assert len(trace.steps) == 16
+    else:
+        assert trace.error is None

@@ -106,6 +106,9 @@ class Scheduler(KVCacheManager):
 
         Returns:
             The state with blocks taken and tokens counted as computed, and what was scheduled.
+
+        Raises:
+            SchedulerFailure: Where vLLM's own assertions fail.
         """
         step = Step(
             state=state,
@@ -120,6 +123,7 @@ class Scheduler(KVCacheManager):
             preempted=step.preempted,
             num_cached_tokens=step.num_cached_tokens,
         )
+        self.assert_scheduled(outcome)
         return self.advance(step.state, outcome), outcome
 
     @rule("STEP-BUDGET", "0.22.1 v1/core/sched/scheduler.py:104-108,348")
@@ -391,8 +395,7 @@ class Scheduler(KVCacheManager):
 
         Those that end with it are freed at once, in the order they were scheduled.
         """
-        for request_id, num_tokens in outcome.num_scheduled_tokens:
-            self.assert_scheduled(request_id, num_tokens)
+        for request_id, _ in outcome.num_scheduled_tokens:
             request = state.request(request_id)
             if request.num_computed_tokens < request.num_tokens:
                 continue
@@ -404,11 +407,19 @@ class Scheduler(KVCacheManager):
                 outcome = attrs.evolve(outcome, finished=(*outcome.finished, (request_id, reason)))
         return state, outcome
 
-    @rule("STEP-ASSERT", "0.22.1 v1/core/sched/scheduler.py:1348")
-    def assert_scheduled(self, request_id: str, num_tokens: int) -> None:
-        """A step that scheduled a negative number of tokens fails on vLLM's own assertion."""
-        if num_tokens <= 0:
-            raise SchedulerFailure(f"{request_id} was scheduled with {num_tokens} tokens")
+    @rule("STEP-ASSERT", "0.22.1 v1/core/sched/scheduler.py:827,1348")
+    def assert_scheduled(self, outcome: StepOutcome) -> None:
+        """A step that scheduled fewer tokens than one, or more than its budget, fails.
+
+        On vLLM's own assertions. A request beyond ``max_model_len`` gets a negative number of
+        tokens, which the others may use; if it is preempted then, they have used too many.
+        """
+        for request_id, num_tokens in outcome.num_scheduled_tokens:
+            if num_tokens <= 0:
+                raise SchedulerFailure(f"{request_id} was scheduled with {num_tokens} tokens")
+        total = sum(num_tokens for _, num_tokens in outcome.num_scheduled_tokens)
+        if total > self.token_budget():
+            raise SchedulerFailure(f"{total} tokens were scheduled of {self.token_budget()}")
 
     @rule("STEP-STOP", "0.22.1 v1/core/sched/utils.py:100-117")
     def finish_reason(self, request: Request) -> FinishReason | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from mustfit_spec import Profile, StepTrace, Trace, fields_of
+from mustfit_spec import Profile, Trace, fields_of
 
 #: Fields whose order says nothing. Within each list of ``cached_block_ids`` it does: the first is
 #: the one that a lookup finds.
@@ -79,8 +79,3 @@ def same(field: str, expected: Any, observed: Any) -> bool:
     if field in UNORDERED and expected is not None and observed is not None:
         return sorted(expected) == sorted(observed)
     return bool(expected == observed)
-
-
-def step_at(trace: Trace, step: int) -> StepTrace | None:
-    """The entry of a step, if the trace got that far."""
-    return trace.steps[step] if step < len(trace.steps) else None

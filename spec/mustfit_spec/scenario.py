@@ -101,10 +101,6 @@ class Operation:
             raise ScenarioError(f"the operation {self.op!r} takes no reset_running_requests")
 
 
-def _steps(operations: tuple[Operation, ...]) -> int:
-    return sum(operation.op == "step" for operation in operations)
-
-
 @attrs.frozen(kw_only=True)
 class Scenario:
     """A configuration, the requests, and what is done, in order.
@@ -128,7 +124,7 @@ class Scenario:
     @property
     def num_steps(self) -> int:
         """Entries that a whole trace of this scenario has."""
-        return _steps(self.operations)
+        return sum(operation.op == "step" for operation in self.operations)
 
     def request(self, request_id: str) -> NewRequest:
         """The request of that name."""

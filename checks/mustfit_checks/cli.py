@@ -11,25 +11,16 @@ import os
 import shlex
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import click
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from mustfit_checks import show
 from mustfit_checks.cases import save, save_scenario
+from mustfit_checks.console import EXIT_CODES, PlainConsole, as_json, fail, progress
 from mustfit_checks.generate import scenarios
 from mustfit_checks.judge import BadScenario, Judge, Verdict
 from mustfit_checks.measured import UnknownRelease, measurements
@@ -39,18 +30,6 @@ from mustfit_checks.sut import Limits, SutError
 from mustfit_checks.vllm_setup import SetupError
 from mustfit_checks.what import KINDS, SOURCE, UnknownSut, What, start, what
 from mustfit_spec import REVISIONS, ConfigError, Profile, Scenario, rules_of
-
-EXIT_CODES = {"conformant": 0, "divergent": 1, "undecided": 2}
-
-as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-
-
-def fail(message: str, *, as_json: bool = False) -> NoReturn:
-    """End with exit code 2 and one line that says why."""
-    click.echo(f"mustfit: {message}", err=True)
-    if as_json:
-        click.echo(json.dumps({"verdict": "undecided", "reason": message}))
-    sys.exit(EXIT_CODES["undecided"])
 
 
 def entry() -> None:
@@ -73,13 +52,6 @@ def entry() -> None:
             raise
         message = " ".join(str(error).split())
         fail(f"{type(error).__name__}: {message} (MUSTFIT_TRACEBACK=1 shows where)")
-
-
-class _Console(Console):
-    """A console whose reader may leave without changing what the verdict is taken for."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
 
 
 def _interrupt(*_: object) -> NoReturn:
@@ -201,7 +173,7 @@ def judge(
             sampled=not case_files,
         )
         # "cmd:cat:" is no emoji.
-        show.verdict(_Console(emoji=False), report)
+        show.verdict(PlainConsole(emoji=False), report)
     sys.exit(EXIT_CODES[result.verdict])
 
 
@@ -264,7 +236,7 @@ def _judge(
     # vLLM takes a while to import; of others nothing is known but what the user says.
     patience = max(timeout, Limits().start_timeout) if asked.name.startswith("vllm:") else timeout
     limits = Limits(timeout=timeout, start_timeout=patience)
-    with _progress(total) as (say, advance):
+    with progress(total) as (say, advance):
         try:
             sut = start(asked, profile=profile, source=source, limits=limits, progress=say)
         except KeyboardInterrupt:
@@ -279,39 +251,6 @@ def _judge(
                 stop_after=stop_after,
                 any_release=any_release,
             ).judge(judged_by, progress=say, advance=advance)
-
-
-@contextmanager
-def _progress(
-    total: int | None,
-) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
-    """A progress bar on stderr, if that is a terminal; else a line now and then."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _lines(total)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=total)
-        yield (
-            lambda message: bar.update(task, description=message),
-            lambda done: bar.update(task, completed=done),
-        )
-
-
-#: Seconds between two lines of progress where there is no terminal.
-QUIET = 10.0
-
-
-def _lines(total: int | None) -> tuple[Callable[[str], None], Callable[[int], None]]:
-    last = [time.monotonic()]
-
-    def advance(done: int) -> None:
-        if time.monotonic() - last[0] > QUIET:
-            last[0] = time.monotonic()
-            click.echo(f"mustfit: {done} of {total or 'all'} scenarios", err=True)
-
-    return lambda message: click.echo(f"mustfit: {message}", err=True), advance
 
 
 def _as_json(result: Verdict, seed: int, files: list[Path | None]) -> dict[str, Any]:

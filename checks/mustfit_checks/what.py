@@ -8,14 +8,15 @@ from pathlib import Path
 
 import attrs
 
+import mustfit_impl as impl
 from mustfit_checks.attribute import mutant_trace, revision_name
 from mustfit_checks.measured import newest_release, revision_for
 from mustfit_checks.mutants import MUTANTS
 from mustfit_checks.sut import InProcess, Limits, ProcessSut, Sut
 from mustfit_checks.vllm_setup import set_up, source_tree
-from mustfit_spec import Profile, Scheduler, run
+from mustfit_spec import Profile, Scenario, Scheduler, Trace, run
 
-KINDS = "impl, spec, mutant:NAME, vllm:RELEASE, cmd:COMMAND LINE"
+KINDS = "impl, impl:strides, spec, mutant:NAME, vllm:RELEASE, cmd:COMMAND LINE"
 
 #: What stands for a release where a source tree is given that claims none.
 SOURCE = "source"
@@ -49,12 +50,8 @@ def what(name: str, against: str | None, source: Path | None) -> What:
     """
     kind, _, rest = name.partition(":")
     against = against.removeprefix("v") if against else None
-    if kind == "impl":
-        raise UnknownSut(
-            "the optimized implementation is not there yet; say whom to judge with --sut: " + KINDS
-        )
     takes_rest = kind in {"mutant", "vllm", "cmd"}
-    if kind not in {"spec", "mutant", "vllm", "cmd"} or takes_rest != bool(rest):
+    if name not in {"impl", "impl:strides", "spec"} and not (takes_rest and rest):
         hint = f"; to run a program, cmd:{name}" if "/" in name else ""
         raise UnknownSut(f"nothing is called {name!r}; there are: {KINDS}{hint}")
     if kind == "mutant" and rest not in MUTANTS:
@@ -100,11 +97,16 @@ def start(
         )
     if kind == "cmd":
         return ProcessSut(rest, profile=profile, name=asked.name, limits=limits)
+    return InProcess(_answer(kind, rest, asked.revision), name=asked.name)
+
+
+def _answer(kind: str, rest: str, spec: type[Scheduler]) -> Callable[[Scenario], Trace]:
+    """What a scheduler of this process does with a scenario."""
+    revision = revision_name(spec)
     if kind == "mutant":
-        revision = revision_name(asked.revision)
-        return InProcess(
-            lambda scenario: mutant_trace(scenario, MUTANTS[rest], revision), name=asked.name
-        )
-    return InProcess(
-        lambda scenario: run(scenario, asked.revision(scenario.config)), name=asked.name
-    )
+        return lambda scenario: mutant_trace(scenario, MUTANTS[rest], revision)
+    if kind == "spec":
+        return lambda scenario: run(scenario, spec(scenario.config))
+    if rest:
+        return lambda scenario: impl.run_in_strides(scenario, revision=revision).expand()
+    return lambda scenario: impl.run(scenario, revision=revision)

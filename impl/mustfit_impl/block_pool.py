@@ -63,6 +63,7 @@ class BlockPool:
 
     __slots__ = (
         "_all_freed_to_tail",
+        "_watched_content",
         "_watched_end",
         "_watched_hit",
         "changes",
@@ -85,7 +86,8 @@ class BlockPool:
         self.releases = 0
         self.changes = 0
         self._watched_hit: frozenset[Node] = frozenset()
-        self._watched_end: tuple[Node, Hashable] | None = None
+        self._watched_end: Node | None = None
+        self._watched_content: Hashable = None
         self._all_freed_to_tail = freed_to_head == "none" or (
             freed_to_head == "uncached if prefixes are cached" and not enable_prefix_caching
         )
@@ -131,30 +133,49 @@ class BlockPool:
             free[block_id] = None
             free.move_to_end(block_id, last=False)
 
-    def cache(self, block_id: int, parent: Node, content: Hashable) -> Node:
-        """A block enters the cache behind all others of the same content."""
-        self.changes += 1
-        node = self.child(parent, content)
-        if not node.block_id:
-            node.block_id = block_id
-            if self._watched_end == (parent, content):
-                self.releases += 1
-        elif node.later is None:
-            node.later = OrderedDict({block_id: None})
-        else:
-            node.later[block_id] = None
-        self.node[block_id] = node
-        return node
+    def cache(
+        self, block_ids: Sequence[int], parent: Node, contents: Iterable[Hashable]
+    ) -> list[Node]:
+        """Blocks enter the cache, each behind all others of the same content.
 
-    def watch(self, hit: Iterable[Node], end: tuple[Node, Hashable] | None) -> None:
+        Args:
+            block_ids: The blocks, which follow each other in somebody's sequence.
+            parent: The content before the first of them.
+            contents: Their contents.
+
+        Returns:
+            Where they stand now.
+        """
+        self.changes += 1
+        watched, node_of = self._watched_end, self.node
+        nodes: list[Node] = []
+        for block_id, content in zip(block_ids, contents, strict=True):
+            node = parent.children.get(content)
+            if node is None:
+                node = parent.children[content] = Node(parent, content)
+            if not node.block_id:
+                node.block_id = block_id
+                if parent is watched and content == self._watched_content:
+                    self.releases += 1
+            elif node.later is None:
+                node.later = OrderedDict({block_id: None})
+            else:
+                node.later[block_id] = None
+            node_of[block_id] = node
+            nodes.append(node)
+            parent = node
+        return nodes
+
+    def watch(self, hit: Sequence[Node], missing: Hashable) -> None:
         """Watches a prefix hit, to count a change of it among the releases.
 
         Args:
             hit: What was found.
-            end: After what content which one was not found, if that ended the hit.
+            missing: The content that was looked for behind it, and not found.
         """
         self._watched_hit = frozenset(hit)
-        self._watched_end = end
+        self._watched_end = hit[-1] if hit else self.root
+        self._watched_content = missing
 
     def child(self, parent: Node, content: Hashable) -> Node:
         """The content one block longer."""
@@ -183,13 +204,9 @@ class BlockPool:
             self.releases += 1
         if node.later:
             node.block_id = node.later.popitem(last=False)[0]
-        else:
-            node.block_id = NULL_BLOCK
-            _prune(node)
-
-
-def _prune(node: Node) -> None:
-    """Forgets contents that no cached block has or begins with."""
-    while not node.block_id and not node.children and node.parent is not None:
-        del node.parent.children[node.content]
-        node = node.parent
+            return
+        node.block_id = NULL_BLOCK
+        # Contents that no cached block has or begins with are forgotten.
+        while not node.block_id and not node.children and node.parent is not None:
+            del node.parent.children[node.content]
+            node = node.parent

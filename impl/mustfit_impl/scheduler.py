@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from sys import maxsize
 from typing import Final, NamedTuple
 
@@ -435,7 +435,7 @@ class Scheduler:
         config, pool = self.config, self._pool
         if self._is_known_to_be_refused(request, budget, threshold):
             return 0
-        hit, end = self._lookup(request)
+        hit, missing = self._lookup(request)
         hit_tokens = len(hit) * config.block_size
         chunk = min(request.num_tokens - hit_tokens, threshold)
         if chunk > budget:
@@ -448,7 +448,7 @@ class Scheduler:
         if config.scheduler_reserve_full_isl:
             full = min(request.num_tokens, config.max_model_len)
             if max(-(-full // config.block_size), len(hit)) - num_active > free:
-                pool.watch(hit, end)
+                pool.watch(hit, missing)
                 self._refusal = _Refusal(request, pool.releases, None)
                 return 0
         computed = min(hit_tokens, config.max_model_len)
@@ -482,18 +482,22 @@ class Scheduler:
             return refusal.version == self._pool.releases
         return refusal.version == self._pool.changes and refusal.limits == (budget, threshold)
 
-    def _lookup(self, request: Request) -> tuple[list[Node], tuple[Node, object] | None]:
-        """A request's prefix hit, and what wasn't found behind it, if that ended it."""
+    def _lookup(self, request: Request) -> tuple[list[Node], Hashable]:
+        """A request's prefix hit, and the content that wasn't found behind it, if one was sought.
+
+        That is ``None`` if everything was found.
+        """
         hit: list[Node] = []
-        node = self._pool.root
         if self.config.enable_prefix_caching:
             content = request.content
+            children = self._pool.root.children
             for index in range((request.num_tokens - 1) // self.config.block_size):
-                child = node.children.get(content(index))
-                if child is None or not child.block_id:
-                    return hit, (node, content(index))
-                hit.append(child)
-                node = child
+                sought = content(index)
+                node = children.get(sought)
+                if node is None or not node.block_id:
+                    return hit, sought
+                hit.append(node)
+                children = node.children
         return hit, None
 
     def _cache(self, request: Request, num_tokens: int) -> None:
@@ -510,10 +514,7 @@ class Scheduler:
         while len(nodes) < start:
             nodes.append(pool.child(nodes[-1] if nodes else pool.root, content(len(nodes))))
         parent = nodes[-1] if nodes else pool.root
-        block_ids = request.block_ids
-        for index in range(start, end):
-            parent = pool.cache(block_ids[index], parent, content(index))
-            nodes.append(parent)
+        nodes += pool.cache(request.block_ids[start:end], parent, map(content, range(start, end)))
 
     def _assert(self, scheduled: Mapping[Request, int], budget: int) -> None:
         """Fails where vLLM's own assertions do, which only negative chunks can lead to."""

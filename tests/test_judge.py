@@ -16,6 +16,7 @@ import attrs
 import pytest
 from click.testing import CliRunner, Result
 
+import mustfit_impl
 from mustfit_checks.attribute import mutant_trace
 from mustfit_checks.cli import main
 from mustfit_checks.generate import scenario, scenarios
@@ -269,6 +270,21 @@ def test_conformant_exits_0(tmp_path: Path) -> None:
     assert verdict["divergences"] == []
 
 
+def test_without_a_name_the_implementation_is_judged(tmp_path: Path) -> None:
+    code, verdict = run_judge(tmp_path, "--scenarios", "50")
+    assert (code, verdict["sut"], verdict["verdict"]) == (0, "impl", "conformant")
+
+
+@pytest.mark.parametrize("sut", ["impl", "impl:strides"])
+def test_a_fault_of_the_implementation_is_found(
+    sut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mustfit_impl.Scheduler, "_victim", lambda _: 0)
+    code, verdict = run_judge(tmp_path, "--sut", sut, "--scenarios", "100")
+    assert code == 1
+    assert "PREEMPT-VICTIM" in {found["rule"] for found in verdict["divergences"]}
+
+
 def test_divergent_exits_1_and_saves_a_case_that_repeats_it(tmp_path: Path) -> None:
     sut = ("--sut", "mutant:oldest-first")
     code, verdict = run_judge(tmp_path, *sut, "--scenarios", "100")
@@ -385,7 +401,7 @@ def test_a_reader_that_leaves_is_no_divergence() -> None:
         (("--sut", "cmd:'open"), "cannot be split"),
         (("--sut", "spec", "--vllm-source", "/"), "--vllm-source"),
         (("--sut", "spec", "--case", "/no/such/file"), "/no/such/file"),
-        ((), "--sut"),
+        (("--sut", "impl:quickly"), "impl:strides"),
         (("--sut", "spec", "--timeout", "nan"), "--timeout"),
         (("--sut", "./my-scheduler"), "cmd:./my-scheduler"),
         (("--sut", "mutant:admission-preempt"), "admission-preempts"),

@@ -1,0 +1,134 @@
+"""Work for the benchmarks: requests known by their lengths and hashes, and what is done, and when.
+
+Everybody gets the same work and has to do the same with it: what was decided in each step goes into
+a digest, and the digests have to be equal. Work is one JSON object, so that a scheduler in another
+environment can be given it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+import msgspec
+
+from mustfit_impl import HashedRequest
+from mustfit_spec import Config, NewRequest, Operation, Scenario
+
+#: Output tokens are numbers that no prompt token is: from here on, so many for each request.
+OUTPUT_TOKENS = 1 << 40
+OUTPUT_TOKENS_EACH = 1 << 24
+
+
+@attrs.frozen(kw_only=True)
+class WorkRequest:
+    """A request of the work.
+
+    Attributes:
+        request_id: Its name.
+        num_prompt_tokens: Its prompt, in tokens.
+        hash_ids: A name for each ``hash_block_size`` tokens of the prompt; the last may cover less.
+        hash_block_size: Tokens that a name stands for.
+        num_output_tokens: Tokens after which it ends.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    hash_ids: tuple[int, ...]
+    hash_block_size: int
+    num_output_tokens: int
+
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt: tokens that are equal where the names are."""
+        size = self.hash_block_size
+        tokens = (hash_id * size + offset for hash_id in self.hash_ids for offset in range(size))
+        return tuple(token for token, _ in zip(tokens, range(self.num_prompt_tokens), strict=False))
+
+    def hashed(self, block_size: int) -> HashedRequest:
+        """The request as the implementation takes it."""
+        return HashedRequest(
+            request_id=self.request_id,
+            num_prompt_tokens=self.num_prompt_tokens,
+            hash_ids=names_of_blocks(
+                self.hash_ids, self.num_prompt_tokens, self.hash_block_size, block_size
+            ),
+            max_tokens=self.num_output_tokens,
+        )
+
+    def tokens(self, number: int) -> NewRequest:
+        """The request as the specification takes it, by its number in the work."""
+        first = OUTPUT_TOKENS + number * OUTPUT_TOKENS_EACH
+        return NewRequest(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt_token_ids(),
+            sampled_token_ids=tuple(range(first, first + self.num_output_tokens)),
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Work:
+    """What is done to a scheduler, in order.
+
+    Attributes:
+        name: What it is called in results.
+        config: The scheduler's configuration.
+        requests: Every request that is added.
+        operations: ``("add", request_id)`` or ``("step", how often)``.
+    """
+
+    name: str
+    config: Config
+    requests: tuple[WorkRequest, ...]
+    operations: tuple[tuple[str, str | int], ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are taken."""
+        return sum(count for op, count in self.operations if op == "step" and type(count) is int)
+
+    def encode(self, *, repeats: int) -> bytes:
+        """The JSON object that a runner is given, with how often it is to run."""
+        return msgspec.json.encode({**attrs.asdict(self, recurse=False), "repeats": repeats})
+
+    def scenario(self) -> Scenario:
+        """The same for the specification, token by token."""
+        operations: list[Operation] = []
+        for op, what in self.operations:
+            if op == "add":
+                operations.append(Operation(op="add", request_id=str(what)))
+            else:
+                operations += [Operation(op="step")] * int(what)
+        return Scenario(
+            scenario_id=self.name,
+            config=self.config,
+            requests=tuple(r.tokens(number) for number, r in enumerate(self.requests)),
+            operations=tuple(operations),
+        )
+
+
+class Decisions:
+    """A digest of what was decided, step by step."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(
+        self,
+        scheduled: Mapping[str, int],
+        preempted: Iterable[str],
+        finished: Iterable[str],
+        *,
+        steps: int = 1,
+    ) -> None:
+        """So many steps in a row that decided this."""
+        decided: list[Any] = [sorted(scheduled.items()), sorted(preempted), sorted(finished)]
+        line = json.dumps(decided, separators=(",", ":")).encode() + b"\n"
+        for _ in range(steps):
+            self._digest.update(line)
+
+    def hexdigest(self) -> str:
+        """The digest so far."""
+        return self._digest.hexdigest()

@@ -13,6 +13,7 @@ import attrs
 import pytest
 
 from mustfit_checks.semantics import history
+from mustfit_impl import Scheduler
 from mustfit_spec import REVISIONS, Rule, rules_of
 
 RANGES = r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*"
@@ -25,7 +26,7 @@ class Citation:
     """Consecutive lines of one file that a rule cites.
 
     Attributes:
-        rule: The rule's ID.
+        rule: The rule's ID, or what else cites them.
         release: The vLLM release.
         file: Below ``vllm/``.
         first: The first line, counted from 1.
@@ -56,14 +57,19 @@ def sourced_rules() -> list[tuple[str, Rule]]:
 
 def citations(rule: Rule) -> Iterator[Citation]:
     """The places that a rule cites; none if its source doesn't have the form."""
-    match = CITATION.fullmatch(rule.source)
-    places = match["places"] if match else None
-    for place in places.split(", ") if match and places else ():
+    return places(rule.source, rule.id)
+
+
+def places(source: str, cited_by: str) -> Iterator[Citation]:
+    """The places that a source names; none if it doesn't have the form."""
+    match = CITATION.fullmatch(source)
+    found = match["places"] if match else None
+    for place in found.split(", ") if match and found else ():
         file, _, ranges = place.partition(":")
         for lines in ranges.split(","):
             first, _, last = lines.partition("-")
             yield Citation(
-                rule=rule.id,
+                rule=cited_by,
                 release=match["release"] if match else "",
                 file=file,
                 first=int(first),
@@ -141,6 +147,19 @@ def parse(path: Path) -> Source:
 SOURCED = sourced_rules()
 CITED = [citation for _, rule in SOURCED for citation in citations(rule)]
 
+#: What of the implementation does something that vLLM does, and so has to say where.
+OPERATIONS = ("add_request", "abort", "reset_prefix_cache", "step")
+
+
+def cited_by_operation(name: str) -> list[Citation]:
+    """The places that an operation of the implementation names."""
+    text = " ".join((getattr(Scheduler, name).__doc__ or "").split())
+    _, _, source = text.partition("Source: vLLM ")
+    return list(places(source.removesuffix("."), name))
+
+
+CITED += [citation for name in OPERATIONS for citation in cited_by_operation(name)]
+
 
 @pytest.mark.parametrize(
     ("revision", "rule"), [pytest.param(r, rule, id=f"{rule.id}-{r}") for r, rule in SOURCED]
@@ -165,7 +184,12 @@ def test_each_rule_is_cited() -> None:
     without = {rule.id for _, rule in SOURCED if not list(citations(rule))}
     # The watermark is the only rule whose oldest form is the lack of anything.
     assert without == {"ALLOC-WATERMARK"}
-    assert {citation.rule for citation in CITED} == set(rule_ids())
+    assert {citation.rule for citation in CITED} == {*rule_ids(), *OPERATIONS}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_each_operation_of_the_implementation_is_cited(name: str) -> None:
+    assert cited_by_operation(name)
 
 
 def faults(source: Source, first: int, last: int) -> list[str]:

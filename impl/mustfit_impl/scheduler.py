@@ -125,6 +125,9 @@ class Scheduler:
         Raises:
             RequestError: A live request has this id, or the prompt is too long, or lacks names of
                 its blocks. Nothing has changed then.
+
+        Source: vLLM 0.33.0 v1/core/sched/scheduler.py:2932-2949,
+        v1/engine/input_processor.py:566-601.
         """
         if request.request_id in self._requests:
             raise RequestError(f"request {request.request_id!r} is there already")
@@ -144,7 +147,10 @@ class Scheduler:
         self._waiting.add(added)
 
     def abort(self, request_id: str) -> bool:
-        """A request ends at once, waiting or running. Whether it was there to be ended."""
+        """A request ends at once, waiting or running. Whether it was there to be ended.
+
+        Source: vLLM 0.33.0 v1/core/sched/scheduler.py:2979-3029.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -161,6 +167,8 @@ class Scheduler:
 
         Args:
             reset_running_requests: Whether all running requests are preempted first.
+
+        Source: vLLM 0.33.0 v1/core/sched/scheduler.py:3194-3227.
         """
         self._interrupt()
         if reset_running_requests:
@@ -173,6 +181,8 @@ class Scheduler:
 
         Raises:
             SchedulerFailure: Where vLLM's own assertions fail. The scheduler is of no use then.
+
+        Source: vLLM 0.33.0 v1/core/sched/scheduler.py:700-1784,2264-2676.
         """
         return self.advance(1).outcome
 

@@ -94,7 +94,7 @@ def on_spec(work: Work, note: Note | None) -> float:
 DOES: dict[str, Callable[[Work, Note | None], float]] = {
     "spec": on_spec,
     "impl": lambda work, note: on_impl(work, note, stride=1),
-    "strides": lambda work, note: on_impl(work, note, stride=None),
+    "run": lambda work, note: on_impl(work, note, stride=None),
     **{
         f"impl {name}": partial(on_impl, stride=1, kind=kind)
         for name, kind in {
@@ -140,7 +140,7 @@ def main() -> None:
     """Reads work from stdin and writes the result to stdout."""
     given = msgspec.json.decode(sys.stdin.buffer.read())
     repeats = given.pop("repeats")
-    result = measure(sys.argv[1], msgspec.convert(given, Work), repeats=repeats)
+    result = measure(sys.argv[1], msgspec.convert({"name": "work", **given}, Work), repeats=repeats)
     sys.stdout.write(json.dumps(result) + "\n")
 
 

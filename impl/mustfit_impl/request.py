@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from itertools import count
 from typing import Final
 
 import attrs
 
-from mustfit_impl.block_pool import Node
+from mustfit_impl.prefix_cache import Position
 from mustfit_spec import FinishReason, NewRequest
 from mustfit_spec.config import at_least
 from mustfit_spec.scenario import not_empty
@@ -59,27 +59,30 @@ class Request:
         num_computed_tokens: Tokens whose keys and values are in its blocks.
         block_ids: Its block table.
         num_cached_blocks: How many of these, from the start, count as cached.
-        nodes: Where the contents of these stand in the prefix cache.
+        tail: Where the content of its last cached block stands in the prefix cache, if it has any.
+        num_to_tail: Blocks up to there: ``num_cached_blocks``, but for those it never held.
         running: Whether it is in ``running``.
         finish_at: ``num_tokens`` with which it ends.
         finish_reason: Why it ends then.
-        plain_until: While ``num_computed_tokens`` is below this, a step of one token takes no
-            block, fills none, and doesn't end the request: nothing but two numbers change.
+        entry: Its entry among the decoders (``decoders.py``), or 0 if it is none of them.
+        started_at: By their clock, when it would have begun, had it always computed one a step.
     """
 
     __slots__ = (
         "block_ids",
+        "entry",
         "finish_at",
         "finish_reason",
-        "nodes",
         "num_cached_blocks",
         "num_computed_tokens",
         "num_prompt_tokens",
+        "num_to_tail",
         "num_tokens",
-        "plain_until",
         "priority_key",
         "request_id",
         "running",
+        "started_at",
+        "tail",
     )
 
     request_id: str
@@ -95,16 +98,18 @@ class Request:
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.num_cached_blocks = 0
-        self.nodes: list[Node] = []
+        self.tail: Position | None = None
+        self.num_to_tail = 0
         self.running = False
         self.finish_at = NEVER
         self.finish_reason: FinishReason = "length"
-        self.plain_until = 0
+        self.entry = 0
+        self.started_at = 0
 
-    def content(self, index: int) -> Hashable:
-        """The content of its block at that place, which has to be full of known tokens.
+    def contents(self, start: int, end: int) -> Sequence[Hashable]:
+        """The contents of its blocks in these places, which have to be full of known tokens.
 
-        Equal to another's if and only if the tokens are, all blocks before being equal.
+        One equals another's if and only if the tokens do, all blocks before being equal.
         """
         raise NotImplementedError
 
@@ -125,12 +130,12 @@ class _TokenRequest(Request):
         self._tokens = given
         self._contents: list[tuple[int, ...]] = []
 
-    def content(self, index: int) -> Hashable:
-        """Its tokens."""
-        contents = self._contents
-        while len(contents) <= index:
-            contents.append(self._slice(len(contents)))
-        return contents[index]
+    def contents(self, start: int, end: int) -> Sequence[Hashable]:
+        """Their tokens."""
+        known = self._contents
+        while len(known) < end:
+            known.append(self._slice(len(known)))
+        return known[start:end]
 
     def _slice(self, index: int) -> tuple[int, ...]:
         prompt, sampled = self._tokens.prompt_token_ids, self._tokens.sampled_token_ids
@@ -144,7 +149,7 @@ class _TokenRequest(Request):
 class _HashedRequest(Request):
     """A request of which only the names of its blocks' contents are known."""
 
-    __slots__ = ("_hash_ids", "_num_named", "_uid")
+    __slots__ = ("_hash_ids", "_own")
 
     def __init__(self, given: HashedRequest, block_size: int) -> None:
         super().__init__(
@@ -153,15 +158,15 @@ class _HashedRequest(Request):
             priority=given.priority,
             arrival_time=given.arrival_time,
         )
-        self._hash_ids = given.hash_ids
-        self._num_named = given.num_prompt_tokens // block_size
-        self._uid = next(_uids)
+        self._hash_ids = given.hash_ids[: given.num_prompt_tokens // block_size]
+        self._own = (_HashedRequest, next(_uids))
 
-    def content(self, index: int) -> Hashable:
-        """The name that was given, or one that nobody else has."""
-        if index < self._num_named:
-            return self._hash_ids[index]
-        return (_HashedRequest, self._uid)
+    def contents(self, start: int, end: int) -> Sequence[Hashable]:
+        """The names that were given, and behind them one that nobody else has."""
+        named = self._hash_ids[start:end]
+        if len(named) < end - start:
+            named += (self._own,) * (end - start - len(named))
+        return named
 
 
 def request_of(

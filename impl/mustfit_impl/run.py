@@ -64,7 +64,7 @@ def _run(scenario: Scenario, revision: str, *, stride: int | None) -> RunLengthT
             if operation.op == "step":
                 left = count
                 while left:
-                    outcome, steps = scheduler.advance(min(left, stride or left))
+                    outcome, steps = scheduler.advance(min(left, stride or left), same_blocks=True)
                     runs.append((scheduler.observe(outcome), steps))
                     left -= steps
                     taken += steps

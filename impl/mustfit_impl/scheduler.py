@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from sys import maxsize
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from mustfit_impl.block_pool import BlockPool, Node
+from mustfit_impl.block_pool import BlockPool
+from mustfit_impl.decoders import Decoders
+from mustfit_impl.prefix_cache import Hit
 from mustfit_impl.queues import FcfsQueue, PriorityQueue
 from mustfit_impl.request import NEVER, HashedRequest, Request, RequestError, request_of
 from mustfit_impl.semantics import NEWEST, REVISIONS
 from mustfit_spec import Config, FinishReason, NewRequest, SchedulerFailure, StepTrace
-
-#: Stands for "without end", where steps are counted.
-FOR_EVER: Final = maxsize
 
 
 class StepOutcome(NamedTuple):
@@ -50,11 +48,13 @@ class _Refusal(NamedTuple):
     Attributes:
         request: Who was refused.
         version: The pool's ``releases`` then, if the gate refused, and else its ``changes``.
+        cache_version: The prefix cache's ``changes`` then.
         limits: Budget and threshold then, if it wasn't the gate.
     """
 
     request: Request
     version: int
+    cache_version: int
     limits: tuple[int, int] | None
 
 
@@ -100,6 +100,11 @@ class Scheduler:
         self._refusal: _Refusal | None = None
 
         # What a step reads, out of the configuration and of the semantics.
+        self._block_size = config.block_size
+        self._max_model_len = config.max_model_len
+        self._last_token = config.max_model_len - 1
+        self._caches = config.enable_prefix_caching
+        self._gate = config.scheduler_reserve_full_isl
         self._token_budget = config.max_num_scheduled_tokens or config.max_num_batched_tokens
         if semantics.batched_tokens_limit_budget:
             self._token_budget = min(self._token_budget, config.max_num_batched_tokens)
@@ -111,11 +116,13 @@ class Scheduler:
             config.policy == "fcfs" or semantics.self_preemption_ends_priority_loop
         )
 
-        # A stride: steps that are known to be equal, and those of them not yet accounted for.
+        # Those running are decoders, who need no looking at, or others, in order of admission.
+        self._decoders = Decoders()
+        self._others: list[Request] = []
+        # The outcome if all who run decode: what was handed out is replaced, never changed.
+        self._one_each = StepOutcome({}, (), {}, {})
+        # Steps that are known to be made by decoders alone.
         self._stride = 0
-        self._unsettled = 0
-        self._striding: list[Request] = []
-        self._stride_outcome = StepOutcome({}, (), {}, {})
 
     # --- From outside -------------------------------------------------------------------------
 
@@ -142,7 +149,7 @@ class Scheduler:
                 f"request {request.request_id!r}: a prompt of {added.num_prompt_tokens} tokens "
                 f"leaves none to sample; max_model_len is {self.config.max_model_len}"
             )
-        self._interrupt()
+        self._stride = 0
         self._requests[added.request_id] = added
         self._waiting.add(added)
 
@@ -154,9 +161,14 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return False
-        self._interrupt()
+        self._stride = 0
         if request.running:
             self._running.remove(request)
+            self._run_no_more((request.request_id,))
+            if request.entry:
+                self._decoders.leave(request)
+            else:
+                self._others.remove(request)
         else:
             self._waiting.remove(request)
         self._end(request)
@@ -170,8 +182,9 @@ class Scheduler:
 
         Source: vLLM 0.33.0 v1/core/sched/scheduler.py:3194-3227.
         """
-        self._interrupt()
+        self._stride = 0
         if reset_running_requests:
+            self._look_at_everybody()
             while self._running:
                 self._preempt(len(self._running) - 1)
         return self._pool.reset()
@@ -186,27 +199,48 @@ class Scheduler:
         """
         return self.advance(1).outcome
 
-    def advance(self, max_steps: int) -> Run:
-        """The next steps, as many as are known to be equal, at least one.
+    def advance(  # noqa: C901 - in one piece, because calls cost
+        self, max_steps: int, *, same_blocks: bool = False
+    ) -> Run:
+        """The next steps, as many as are known to do the same, at least one.
 
         Args:
             max_steps: How many at most, at least one.
+            same_blocks: Whether they end where a block is taken or filled, so that after each of
+                them all that ``observe`` shows is the same, too.
 
         Raises:
             SchedulerFailure: Where vLLM's own assertions fail. The scheduler is of no use then.
         """
         if max_steps < 1:
             raise ValueError(f"max_steps must be at least 1, not {max_steps}")
-        stride = self._stride
-        if not stride:
-            self._settle()
-            stride = self._plan()
+        decoders = self._decoders
+        taken = 0
+        while taken < max_steps:
+            stride = self._stride
             if not stride:
-                return Run(self._step(), 1)
-        steps = min(stride, max_steps)
-        self._stride = stride - steps
-        self._unsettled += steps
-        return Run(self._stride_outcome, steps)
+                if self._others or self._may_admit():
+                    break
+                stride = decoders.steps()
+            if stride:
+                steps = max_steps - taken
+                if steps > stride:
+                    steps = stride
+                self._stride = stride - steps
+                decoders.clock += steps
+                taken += steps
+            elif taken and decoders.somebody_ends():
+                break
+            else:
+                outcome = self._step_of_decoders()
+                if outcome is None:
+                    break
+                taken += 1
+                if outcome.finished:
+                    return Run(outcome, taken)
+            if same_blocks:
+                break
+        return Run(self._one_each, taken) if taken else Run(self._step(), 1)
 
     # --- What can be seen ---------------------------------------------------------------------
 
@@ -247,12 +281,14 @@ class Scheduler:
         Args:
             outcome: What that step did.
         """
-        pool = self._pool
-        cached = sorted(
-            (block_id, *(node.later or ()))
-            for block_id, node in enumerate(pool.node)
-            if node is not None and node.block_id == block_id
-        )
+        pool, cache = self._pool, self._pool.cache
+        cached = [
+            (block_id, *branch.later.get(place, ()))
+            for block_id, (branch, place) in enumerate(
+                zip(cache.branch_of, cache.place_of, strict=True)
+            )
+            if branch is not None and branch.block_ids[place] == block_id
+        ]
         running = self._running
         return StepTrace(
             num_scheduled_tokens=dict(outcome.num_scheduled_tokens),
@@ -269,63 +305,67 @@ class Scheduler:
             cached_block_ids=tuple(cached),
         )
 
-    # --- Strides ------------------------------------------------------------------------------
-
-    def _plan(self) -> int:
-        """How many steps from here on are bound to be equal, and make no difference but in tokens.
-
-        That is so while each running request computes one token within its blocks and fills none,
-        nobody ends, and nobody can be admitted. 0 if that isn't so, or isn't known.
-        """
-        budget = self._token_budget
-        stride = FOR_EVER
-        striding = self._running[:budget]
-        for request in striding:
-            steps = request.plain_until - request.num_computed_tokens
-            if steps < stride:
-                if steps <= 0:
-                    return 0
-                stride = steps
-        if (
-            self._waiting
-            and len(striding) < budget
-            and len(self._running) < self._seats
-            and not self._is_known_to_be_refused(
-                self._waiting.head(),
-                budget - len(striding),
-                self._threshold(len(self._running) + len(self._waiting)),
-            )
-        ):
-            return 0
-        self._striding = striding
-        self._stride_outcome = StepOutcome(
-            dict.fromkeys([request.request_id for request in striding], 1), (), {}, {}
-        )
-        return stride
-
-    def _settle(self) -> None:
-        """Accounts for the steps of a stride that were taken."""
-        steps = self._unsettled
-        if steps:
-            self._unsettled = 0
-            for request in self._striding:
-                request.num_computed_tokens += steps
-                request.num_tokens += steps
-
-    def _interrupt(self) -> None:
-        """Something happens from outside, which ends a stride."""
-        self._settle()
-        self._stride = 0
-
     # --- A step -------------------------------------------------------------------------------
+
+    def _may_admit(self) -> bool:
+        """Whether somebody might be admitted if all who run decode, or not all of them can."""
+        left = self._token_budget - len(self._running)
+        if not self._waiting or left == 0 or len(self._running) >= self._seats:
+            return left < 0
+        threshold = self._threshold(len(self._running) + len(self._waiting))
+        head = self._waiting.head()
+        return left < 0 or not self._is_known_to_be_refused(head, left, threshold)
+
+    def _step_of_decoders(self) -> StepOutcome | None:
+        """A step in which all who run decode, and nobody can be admitted.
+
+        Returns:
+            What it did, or ``None`` if there is more to it, and it is yet to be taken.
+        """
+        decoders, free = self._decoders, len(self._pool.free)
+        due = decoders.due()
+        if len(due) > 1:
+            due.sort(key=self._running.index)
+        counts: list[int] = []
+        for request in due:
+            count = self._blocks_wanted(request, 1)
+            free -= count
+            if free < 0 or request.num_computed_tokens >= self._last_token:
+                self._others = due
+                return None
+            counts.append(count)
+        outcome = self._one_each
+        for request, count in zip(due, counts, strict=True):
+            self._take(request, 1, count)
+        decoders.clock += 1
+        finished: dict[str, FinishReason] = {}
+        for request in due:
+            request.num_computed_tokens += 1
+            request.num_tokens += 1
+            if request.num_tokens < request.finish_at:
+                self._decode(request)
+            else:
+                self._finish(request, finished)
+        if not finished:
+            return outcome
+        self._remove_finished(finished)
+        return StepOutcome(outcome.num_scheduled_tokens, (), {}, finished)
 
     def _step(self) -> StepOutcome:
         running, waiting = self._running, self._waiting
         threshold = self._threshold(len(running) + len(waiting))
-        scheduled: dict[Request, int] = {}
+        self._others += self._decoders.due()
         preempted: list[str] = []
+        chunks = self._schedule_others(threshold)
+        if chunks is None:
+            self._look_at_everybody()
+            chunks = {}
+            budget = self._schedule_running(threshold, chunks, preempted)
+            scheduled = {request.request_id: chunk for request, chunk in chunks.items()}
+        else:
+            budget = self._token_budget - self._decoders.size - sum(chunks.values())
+            scheduled = self._with_decoders(chunks)
         admitted: dict[str, int] = {}
-        budget = self._schedule_running(threshold, scheduled, preempted)
         if not preempted:
             while waiting and budget > 0 and len(running) < self._seats:
                 request = waiting.head()
@@ -333,21 +373,74 @@ class Scheduler:
                 if not chunk:
                     break
                 admitted[request.request_id] = request.num_computed_tokens
-                scheduled[request] = chunk
+                scheduled[request.request_id] = chunks[request] = chunk
                 budget -= chunk
+        if admitted:
+            ones = dict(self._one_each.num_scheduled_tokens) | dict.fromkeys(admitted, 1)
+            self._one_each = StepOutcome(ones, (), {}, {})
         if self._semantics.negative_chunks:
-            self._assert(scheduled, budget)
-        return StepOutcome(
-            {request.request_id: tokens for request, tokens in scheduled.items()},
-            tuple(preempted),
-            admitted,
-            self._update_from_output(scheduled),
-        )
+            self._assert(chunks, budget)
+        finished = self._update_from_output(chunks)
+        return StepOutcome(scheduled, tuple(preempted), admitted, finished)
+
+    def _with_decoders(self, chunks: Mapping[Request, int]) -> dict[str, int]:
+        """Who gets how many tokens, decoders and others, in order of admission."""
+        scheduled = dict(self._one_each.num_scheduled_tokens)
+        for request in self._others:
+            if request in chunks:
+                scheduled[request.request_id] = chunks[request]
+            else:
+                del scheduled[request.request_id]
+        return scheduled
+
+    def _look_at_everybody(self) -> None:
+        """Nobody is left to the decoders."""
+        for request in self._running:
+            if request.entry:
+                self._decoders.leave(request)
+        self._others = self._running.copy()
+
+    def _schedule_others(self, threshold: int) -> dict[Request, int] | None:
+        """Schedules those running who aren't decoders, if that is all there is to it.
+
+        Returns:
+            Who gets how many tokens, or ``None`` if nothing was done, because somebody would have
+            to be preempted, or because who gets what depends on the decoders' places.
+        """
+        others = self._others
+        budget = self._token_budget - self._decoders.size
+        if budget < 0:
+            return None
+        if len(others) > 1:
+            others.sort(key=self._running.index)
+        free = len(self._pool.free)
+        chunks: dict[Request, int] = {}
+        wanted: list[int] = []
+        for place, request in enumerate(others, start=-len(others)):
+            chunk = self._chunk(request, NEVER, threshold)
+            if chunk > budget:
+                if self._running[place:] != others[place:]:
+                    return None
+                chunk = budget
+            if chunk < 0:
+                return None
+            if not chunk:
+                continue
+            count = self._blocks_wanted(request, chunk)
+            free -= count
+            if free < 0:
+                return None
+            chunks[request] = chunk
+            wanted.append(count)
+            budget -= chunk
+        for (request, chunk), count in zip(chunks.items(), wanted, strict=True):
+            self._take(request, chunk, count)
+        return chunks
 
     def _schedule_running(
         self, threshold: int, scheduled: dict[Request, int], preempted: list[str]
     ) -> int:
-        """Schedules those running; who was, and who was preempted for it, is noted.
+        """Schedules those running, one by one; who was, and who was preempted for it, is noted.
 
         Returns:
             What is left of the budget, in tokens.
@@ -357,11 +450,6 @@ class Scheduler:
         index = 0
         while index < len(running) and budget > 0:
             request = running[index]
-            if request.num_computed_tokens < request.plain_until:
-                scheduled[request] = 1
-                budget -= 1
-                index += 1
-                continue
             chunk = self._chunk(request, budget, threshold)
             if chunk == 0:
                 index += 1
@@ -405,24 +493,43 @@ class Scheduler:
 
     def _chunk(self, request: Request, budget: int, threshold: int) -> int:
         """Tokens that a running request is to compute."""
-        computed = request.num_computed_tokens
-        to_model_end = self.config.max_model_len - 1 - computed
+        chunk = request.num_tokens - request.num_computed_tokens
+        if chunk > threshold:
+            chunk = threshold
+        if chunk > budget:
+            chunk = budget
+        to_model_end = self._last_token - request.num_computed_tokens
         if to_model_end < 0 and not self._semantics.negative_chunks:
             return 0
-        return min(request.num_tokens - computed, threshold, budget, to_model_end)
+        return chunk if chunk < to_model_end else to_model_end
+
+    def _blocks_wanted(self, request: Request, chunk: int) -> int:
+        """Blocks that a running request lacks for a chunk."""
+        slots = request.num_computed_tokens
+        if slots > self._max_model_len:
+            slots = self._max_model_len
+        slots += chunk + self._lookahead
+        if slots > self._max_model_len:
+            slots = self._max_model_len
+        count = -(-slots // self._block_size) - len(request.block_ids)
+        return count if count > 0 else 0
 
     def _allocate_running(self, request: Request, chunk: int) -> bool:
         """Blocks for a running request's chunk, if they are there."""
-        config = self.config
-        computed = min(request.num_computed_tokens, config.max_model_len)
-        slots = min(computed + chunk + self._lookahead, config.max_model_len)
-        count = -(-slots // config.block_size) - len(request.block_ids)
+        count = self._blocks_wanted(request, chunk)
         if count > len(self._pool.free):
             return False
-        if count > 0:
-            request.block_ids += self._pool.take(count)
-        self._cache(request, computed + chunk)
+        self._take(request, chunk, count)
         return True
+
+    def _take(self, request: Request, chunk: int, count: int) -> None:
+        """So many blocks for a running request's chunk, if any; those that it fills are cached."""
+        if count:
+            request.block_ids += self._pool.take(count)
+        computed = request.num_computed_tokens
+        if computed > self._max_model_len:
+            computed = self._max_model_len
+        self._cache(request, computed + chunk)
 
     def _victim(self) -> int:
         """The place in ``running`` of whom to preempt."""
@@ -434,50 +541,72 @@ class Scheduler:
     def _preempt(self, place: int) -> None:
         """Whoever has that place in ``running`` gives up all blocks and waits again."""
         request = self._running.pop(place)
+        self._others.remove(request)
+        self._run_no_more((request.request_id,))
         self._free(request)
         request.num_computed_tokens = 0
-        request.plain_until = 0
         request.running = False
         self._waiting.requeue(request)
 
     def _admit(self, request: Request, budget: int, threshold: int) -> int:
         """Admits the head of those who wait, if it fits. With how many tokens; 0 if it doesn't."""
-        config, pool = self.config, self._pool
         if self._is_known_to_be_refused(request, budget, threshold):
             return 0
-        hit, missing = self._lookup(request)
-        hit_tokens = len(hit) * config.block_size
-        chunk = min(request.num_tokens - hit_tokens, threshold)
+        pool = self._pool
+        hit = self._lookup(request)
+        num_hit = len(hit.block_ids)
+        computed = num_hit * self._block_size
+        chunk = request.num_tokens - computed
+        if chunk > threshold:
+            chunk = threshold
         if chunk > budget:
-            if not config.enable_chunked_prefill:
-                return 0
+            if not self.config.enable_chunked_prefill:
+                return self._refuse(request, hit, (budget, threshold))
             chunk = budget
-        ref_cnt = pool.ref_cnt
-        num_active = sum(1 for node in hit if ref_cnt[node.block_id])
-        free = len(pool.free) - (self._watermark_blocks if self._running else 0)
-        if config.scheduler_reserve_full_isl:
-            full = min(request.num_tokens, config.max_model_len)
-            if max(-(-full // config.block_size), len(hit)) - num_active > free:
-                pool.watch(hit, missing)
-                self._refusal = _Refusal(request, pool.releases, None)
-                return 0
-        computed = min(hit_tokens, config.max_model_len)
-        slots = min(computed + chunk + self._admission_lookahead, config.max_model_len)
-        required = max(-(-slots // config.block_size), len(hit))
-        if required - num_active > free:
-            self._refusal = _Refusal(request, pool.changes, (budget, threshold))
-            return 0
-        request.block_ids = pool.touch(hit)
-        if required > len(hit):
-            request.block_ids += pool.take(required - len(hit))
-        request.nodes = hit
-        request.num_cached_blocks = len(hit)
+        free = self._free_for(hit)
+        if self._gate and self._blocks(request.num_tokens, num_hit) > free:
+            return self._refuse(request, hit, None)
+        if computed > self._max_model_len:
+            computed = self._max_model_len
+        required = self._blocks(computed + chunk + self._admission_lookahead, num_hit)
+        if required > free:
+            return self._refuse(request, hit, (budget, threshold))
+        pool.touch(hit.block_ids)
+        request.block_ids = hit.block_ids
+        if required > num_hit:
+            request.block_ids += pool.take(required - num_hit)
+        request.tail = hit.end
+        request.num_to_tail = request.num_cached_blocks = num_hit
         self._cache(request, computed + chunk)
-        request.num_computed_tokens = hit_tokens
+        request.num_computed_tokens = num_hit * self._block_size
         request.running = True
         self._waiting.remove(request)
         self._running.append(request)
+        self._others.append(request)
         return chunk
+
+    def _free_for(self, hit: Hit) -> int:
+        """Blocks that an admission may count on: those free, and those it hits that are held."""
+        ref_cnt, free = self._pool.ref_cnt, len(self._pool.free)
+        for block_id in hit.block_ids:
+            if ref_cnt[block_id]:
+                free += 1
+        return free - self._watermark_blocks if self._running else free
+
+    def _refuse(self, request: Request, hit: Hit, limits: tuple[int, int] | None) -> int:
+        """Remembers that a request was refused, and why. With no tokens."""
+        pool = self._pool
+        pool.cache.watch(hit)
+        version = pool.releases if limits is None else pool.changes
+        self._refusal = _Refusal(request, version, pool.cache.changes, limits)
+        return 0
+
+    def _blocks(self, num_tokens: int, num_hit: int) -> int:
+        """Blocks for so many tokens, at most a model's, and not fewer than those that are hit."""
+        if num_tokens > self._max_model_len:
+            num_tokens = self._max_model_len
+        count = -(-num_tokens // self._block_size)
+        return count if count > num_hit else num_hit
 
     def _is_known_to_be_refused(self, request: Request, budget: int, threshold: int) -> bool:
         """Whether it was refused before, and nothing has happened since that could change that.
@@ -485,46 +614,40 @@ class Scheduler:
         Refused by the gate, a request is refused until blocks are released, however few tokens it
         is to compute; refused for its chunk, until anything changes.
         """
-        refusal = self._refusal
-        if refusal is None or refusal.request is not request:
+        refusal, pool = self._refusal, self._pool
+        if (
+            refusal is None
+            or refusal.request is not request
+            or refusal.cache_version != pool.cache.changes
+        ):
             return False
         if refusal.limits is None:
-            return refusal.version == self._pool.releases
-        return refusal.version == self._pool.changes and refusal.limits == (budget, threshold)
+            return refusal.version == pool.releases
+        return refusal.version == pool.changes and refusal.limits == (budget, threshold)
 
-    def _lookup(self, request: Request) -> tuple[list[Node], Hashable]:
-        """A request's prefix hit, and the content that wasn't found behind it, if one was sought.
-
-        That is ``None`` if everything was found.
-        """
-        hit: list[Node] = []
-        if self.config.enable_prefix_caching:
-            content = request.content
-            children = self._pool.root.children
-            for index in range((request.num_tokens - 1) // self.config.block_size):
-                sought = content(index)
-                node = children.get(sought)
-                if node is None or not node.block_id:
-                    return hit, sought
-                hit.append(node)
-                children = node.children
-        return hit, None
+    def _lookup(self, request: Request) -> Hit:
+        """A request's prefix hit."""
+        most = (request.num_tokens - 1) // self._block_size if self._caches else 0
+        return self._pool.cache.find(request.contents(0, most))
 
     def _cache(self, request: Request, num_tokens: int) -> None:
         """Of a request's blocks, those filled by so many tokens enter the prefix cache."""
-        num_full = min(num_tokens, request.num_tokens) // self.config.block_size
+        if num_tokens > request.num_tokens:
+            num_tokens = request.num_tokens
+        num_full = num_tokens // self._block_size
         start = request.num_cached_blocks
-        if num_full <= start or not self.config.enable_prefix_caching:
+        if num_full <= start or not self._caches:
             return
         end = min(num_full, len(request.block_ids))
         request.num_cached_blocks = num_full
         if start >= end:
             return
-        pool, nodes, content = self._pool, request.nodes, request.content
-        while len(nodes) < start:
-            nodes.append(pool.child(nodes[-1] if nodes else pool.root, content(len(nodes))))
-        parent = nodes[-1] if nodes else pool.root
-        nodes += pool.cache(request.block_ids[start:end], parent, map(content, range(start, end)))
+        cache = self._pool.cache
+        tail = request.tail or cache.root
+        if request.num_to_tail < start:
+            tail = cache.follow(tail, request.contents(request.num_to_tail, start))
+        request.tail = cache.enter(tail, request.contents(start, end), request.block_ids[start:end])
+        request.num_to_tail = end
 
     def _assert(self, scheduled: Mapping[Request, int], budget: int) -> None:
         """Fails where vLLM's own assertions do, which only negative chunks can lead to."""
@@ -538,34 +661,64 @@ class Scheduler:
 
     # --- The step's output --------------------------------------------------------------------
 
-    def _update_from_output(self, scheduled: Mapping[Request, int]) -> dict[str, FinishReason]:
+    def _update_from_output(self, chunks: Mapping[Request, int]) -> dict[str, FinishReason]:
         """Each request that has computed all its tokens gets one more. Who ended, and why."""
         finished: dict[str, FinishReason] = {}
-        for request, tokens in scheduled.items():
-            computed = request.num_computed_tokens + tokens
-            request.num_computed_tokens = computed
-            if computed < request.num_tokens:
-                continue
-            request.num_tokens += 1
-            if request.num_tokens >= request.finish_at:
-                finished[request.request_id] = request.finish_reason
-                self._end(request)
-            elif computed >= request.plain_until:
-                request.plain_until = self._plain_until(request)
+        self._decoders.clock += 1
+        for request, chunk in chunks.items():
+            request.num_computed_tokens += chunk
+            if request.num_computed_tokens >= request.num_tokens:
+                request.num_tokens += 1
+                if request.num_tokens >= request.finish_at:
+                    self._finish(request, finished)
         if finished:
-            self._running = [r for r in self._running if r.running]
+            self._remove_finished(finished)
+        if self._others:
+            self._let_decode()
         return finished
 
-    def _plain_until(self, request: Request) -> int:
-        """Computed tokens at which a request that computes one a step does more than that."""
-        config = self.config
-        until = min(request.finish_at - 2, config.max_model_len - 1)
-        slots = len(request.block_ids) * config.block_size
-        if slots < config.max_model_len:
-            until = min(until, slots - self._lookahead)
-        if config.enable_prefix_caching:
-            until = min(until, (request.num_cached_blocks + 1) * config.block_size - 1)
-        return until
+    def _finish(self, request: Request, finished: dict[str, FinishReason]) -> None:
+        """A request has got its last token."""
+        finished[request.request_id] = request.finish_reason
+        self._end(request)
+
+    def _remove_finished(self, finished: Iterable[str]) -> None:
+        """Those who have ended run no more."""
+        self._running = [request for request in self._running if request.running]
+        self._others = [request for request in self._others if request.running]
+        self._run_no_more(finished)
+
+    def _run_no_more(self, request_ids: Iterable[str]) -> None:
+        """They have no part in a step in which all who run decode."""
+        ones = dict(self._one_each.num_scheduled_tokens)
+        for request_id in request_ids:
+            del ones[request_id]
+        self._one_each = StepOutcome(ones, (), {}, {})
+
+    def _let_decode(self) -> None:
+        """Those who have one token to compute are decoders from now on."""
+        others, self._others = self._others, []
+        for request in others:
+            if request.num_computed_tokens + 1 == request.num_tokens:
+                self._decode(request)
+            else:
+                self._others.append(request)
+
+    def _decode(self, request: Request) -> None:
+        """A request that has one token to compute is a decoder from now on.
+
+        That is all there is to it until it takes a block, fills one, ends, or may compute no more.
+        """
+        end = request.finish_at - 2
+        until = end if end < self._last_token else self._last_token
+        slots = len(request.block_ids) * self._block_size
+        if slots - self._lookahead < until and slots < self._max_model_len:
+            until = slots - self._lookahead
+        if self._caches:
+            fills = (request.num_cached_blocks + 1) * self._block_size - 1
+            if fills < until:
+                until = fills
+        self._decoders.join(request, until, ends=until == end)
 
     def _end(self, request: Request) -> None:
         """A request that ends gives up its blocks and is forgotten."""
@@ -578,5 +731,6 @@ class Scheduler:
         if request.block_ids:
             self._pool.put_back(request.block_ids[::-1])
             request.block_ids = []
-        request.nodes = []
+        request.tail = None
+        request.num_to_tail = 0
         request.num_cached_blocks = 0

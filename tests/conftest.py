@@ -4,15 +4,21 @@ Tests that run a real vLLM carry the mark ``vllm``. Which releases they run is s
 ``--vllm RELEASES``; ``--vllm none`` leaves them out. A release is set up on first use, as
 ``mustfit judge --sut vllm:RELEASE`` does it, or taken from ``MUSTFIT_TEST_SOURCES``: a folder that
 holds ``RELEASE/vllm/...``.
+
+How long the stateful machines run, and from which seed, is said by ``--machines`` and its like;
+``test_stateful.py`` says how.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import attrs
 import pytest
+from hypothesis import HealthCheck, settings
 
 from mustfit_checks.measured import likely_revision
 from mustfit_checks.sut import Limits, Sut
@@ -30,6 +36,24 @@ from mustfit_spec import REVISIONS, Scenario, Trace, run
 
 DEFAULT_RELEASES = "0.22.1,0.33.0"
 
+#: For each profile of the stateful machines, examples in a round and operations in an example. The
+#: Hypothesis profiles are called ``machines-quick`` and so on: it has a ``ci`` of its own.
+MACHINES = {"quick": (250, 40), "ci": (1000, 50), "soak": (500, 60)}
+for _name, (_examples, _operations) in MACHINES.items():
+    settings.register_profile(
+        f"machines-{_name}",
+        max_examples=_examples,
+        stateful_step_count=_operations,
+        deadline=None,
+        # A run is made again from its seed or its blob, by anybody, whatever was run before.
+        database=None,
+        derandomize=False,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+#: The property under which a machine's test reports what it did.
+MACHINE_REPORT = "machine"
+
 #: Gives the real scheduler of a release.
 Vllm = Callable[[str], Sut]
 #: Gives a release, ready to run.
@@ -45,6 +69,82 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=DEFAULT_RELEASES,
         help="vLLM releases to run, separated by commas, or 'none' (default: %(default)s)",
     )
+    parser.addoption(
+        "--machines",
+        choices=tuple(MACHINES),
+        default="quick",
+        help="how much the stateful machines do; but for 'quick', with a new seed each time",
+    )
+    parser.addoption(
+        "--soak-seconds",
+        type=float,
+        metavar="N",
+        default=0.0,
+        help="with --machines soak: start rounds for so long, for each revision (default: one)",
+    )
+    parser.addoption(
+        "--machines-seed", type=int, metavar="SEED", help="the seed of the machines' first round"
+    )
+    parser.addoption(
+        "--machines-blob",
+        metavar="BLOB",
+        help="run only the example that Hypothesis gave as @reproduce_failure(..., b'BLOB')",
+    )
+
+
+@attrs.frozen(kw_only=True)
+class Machines:
+    """How the stateful machines run.
+
+    Attributes:
+        profile: A Hypothesis profile.
+        command: What selects it, and a seed, on the command line.
+        seed: That of the first round; each round after it has the next.
+        seconds: How long rounds are started for.
+        blob: The one example to run, if it is one.
+    """
+
+    profile: str
+    command: str
+    seed: int
+    seconds: float
+    blob: str | None
+
+
+@pytest.fixture(scope="session")
+def machines(pytestconfig: pytest.Config) -> Machines:
+    """What the command line asks of the stateful machines."""
+    name = str(pytestconfig.getoption("--machines"))
+    seconds = float(pytestconfig.getoption("--soak-seconds"))
+    if seconds and name != "soak":
+        raise pytest.UsageError("--soak-seconds goes with --machines soak")
+    seed = pytestconfig.getoption("--machines-seed")
+    if seed is None:
+        seed = 0 if name == "quick" else secrets.randbits(32)
+    return Machines(
+        profile=f"machines-{name}",
+        command=f"--machines {name} --machines-seed",
+        seed=int(seed),
+        seconds=seconds,
+        blob=pytestconfig.getoption("--machines-blob"),
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the machines did, unless it is the same every time."""
+    if terminalreporter.config.getoption("--machines") == "quick":
+        return
+    reports = [
+        value
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        for name, value in report.user_properties
+        if name == MACHINE_REPORT
+    ]
+    if reports:
+        terminalreporter.section("stateful machines")
+        for report in reports:
+            terminalreporter.write_line(str(report))
 
 
 def releases(config: pytest.Config) -> tuple[str, ...]:

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from importlib.util import find_spec
 from pathlib import Path
-from sys import executable
-from typing import Any
 
 import click
-from rich.table import Table
 
-from mustfit_checks.bench import BenchError, Plan, Row, measure, ratios
-from mustfit_checks.console import PlainConsole, as_json, fail, progress
-from mustfit_checks.growth import Growth, growth
-from mustfit_checks.measured import newest_release
-from mustfit_checks.vllm_setup import SetupError, set_up
+from mustfit_checks.console import as_json
 
 
 @click.command()

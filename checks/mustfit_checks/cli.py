@@ -26,6 +26,7 @@ from mustfit_checks.judge import BadScenario, Judge, Verdict
 from mustfit_checks.measured import UnknownRelease, measurements
 from mustfit_checks.mutants import MUTANTS
 from mustfit_checks.protocol import ProtocolError, json_schema, read_scenarios
+from mustfit_checks.replay_cli import replay
 from mustfit_checks.sut import Limits, SutError
 from mustfit_checks.vllm_setup import SetupError
 from mustfit_checks.what import KINDS, SOURCE, UnknownSut, What, start, what
@@ -377,6 +378,9 @@ def mutants(*, as_json: bool) -> None:
 def schema() -> None:
     """The JSON Schema of scenarios and traces."""
     click.echo(json.dumps(json_schema(), indent=2))
+
+
+main.add_command(replay)
 
 
 if __name__ == "__main__":

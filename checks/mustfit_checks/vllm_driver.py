@@ -599,7 +599,7 @@ def answer(factory: Factory, scenario: dict[str, Any]) -> dict[str, Any]:
 
 def fail(message: str) -> NoReturn:
     """Ends the program with status 2 and one line on stderr."""
-    sys.stderr.write(f"vllm_driver: {' '.join(message.split())}\n")
+    sys.stderr.write(f"{Path(sys.argv[0]).stem}: {' '.join(message.split())}\n")
     sys.stderr.flush()
     # Not sys.exit: threads that vLLM started must not delay the end, nor say anything.
     os._exit(2)
@@ -623,23 +623,37 @@ def serve(factory: Factory, scenarios: TextIO, traces: TextIO) -> None:
         traces.flush()
 
 
-def main() -> None:
-    """Reads scenarios from stdin and writes traces to stdout, until the end of the input."""
+def leave_own_folder() -> None:
+    """Takes the script's folder off the module path, where Python puts it first.
+
+    Its modules must not pass for vLLM's dependencies.
+    """
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]
+    os.environ["PYTHONSAFEPATH"] = "1"
+
+
+def take_streams() -> tuple[TextIO, TextIO]:
+    """Stdin and stdout on descriptors of their own, for the protocol alone.
+
+    Whatever a library, or a process that it starts, prints or reads goes elsewhere.
+    """
+    stdin = os.fdopen(os.dup(0), encoding="utf-8")
+    stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return stdin, stdout
+
+
+def prepare() -> tuple[TextIO, TextIO]:
+    """Makes this process fit for vLLM, which must not be imported yet; returns its streams."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not __debug__:
         # vLLM's own assertions are part of what it does.
         fail("Python skips assertions, and vLLM's matter; run it without -O and PYTHONOPTIMIZE")
-    # Python puts the script's folder first; its modules must not pass for vLLM's dependencies.
-    here = Path(__file__).resolve().parent
-    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]
-    os.environ["PYTHONSAFEPATH"] = "1"
-    # The protocol gets descriptors of its own; whatever vLLM, or a process that it starts, prints
-    # or reads goes elsewhere.
-    scenarios = os.fdopen(os.dup(0), encoding="utf-8")
-    traces = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
+    leave_own_folder()
+    streams = take_streams()
     # A user's own settings for vLLM must not change what is measured.
     for name in [name for name in os.environ if name.startswith("VLLM_")]:
         if name != "VLLM_CACHE_ROOT":
@@ -655,6 +669,11 @@ def main() -> None:
     # Before vLLM configures its own loggers, some of its messages pass any level.
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
+    return streams
+
+
+def start_vllm() -> Factory:
+    """Imports vLLM, in a process that is prepared; ends it if that fails."""
     with tempfile.TemporaryDirectory(prefix="mustfit-vllm-") as folder:
         os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(folder, "cache")))
         Path(folder, "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
@@ -670,6 +689,13 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 10, 10)
+    return factory
+
+
+def main() -> None:
+    """Reads scenarios from stdin and writes traces to stdout, until the end of the input."""
+    scenarios, traces = prepare()
+    factory = start_vllm()
     try:
         serve(factory, scenarios, traces)
     except InputError as error:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 import msgspec
 
+from mustfit_checks.mooncake import names_of_blocks
 from mustfit_impl import HashedRequest
 from mustfit_spec import Config, NewRequest, Operation, Scenario
 
@@ -113,25 +114,6 @@ class Work:
             requests=tuple(r.tokens(number) for number, r in enumerate(self.requests)),
             operations=tuple(operations),
         )
-
-
-def names_of_blocks(
-    hash_ids: tuple[int, ...], num_tokens: int, hash_block_size: int, block_size: int
-) -> tuple[Hashable, ...]:
-    """A name for each full block of the scheduler's, from names for blocks of another size.
-
-    Two of the scheduler's blocks are equal if and only if all names that they overlap are, all
-    blocks before being equal.
-    """
-    num_full = num_tokens // block_size
-    if hash_block_size == block_size:
-        return hash_ids[:num_full]
-    return tuple(
-        hash_ids[
-            index * block_size // hash_block_size : -(-(index + 1) * block_size // hash_block_size)
-        ]
-        for index in range(num_full)
-    )
 
 
 class Decisions:

@@ -64,6 +64,8 @@ class Request:
         running: Whether it is in ``running``.
         finish_at: ``num_tokens`` with which it ends.
         finish_reason: Why it ends then.
+        num_hit_tokens: Tokens that were in the prefix cache when it was last admitted.
+        num_reached_tokens: Most tokens that were computed when it was preempted.
         entry: Its entry among the decoders (``decoders.py``), or 0 if it is none of them.
         started_at: By their clock, when it would have begun, had it always computed one a step.
     """
@@ -75,7 +77,9 @@ class Request:
         "finish_reason",
         "num_cached_blocks",
         "num_computed_tokens",
+        "num_hit_tokens",
         "num_prompt_tokens",
+        "num_reached_tokens",
         "num_to_tail",
         "num_tokens",
         "priority_key",
@@ -96,6 +100,8 @@ class Request:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_tokens = num_prompt_tokens
         self.num_computed_tokens = 0
+        self.num_hit_tokens = 0
+        self.num_reached_tokens = 0
         self.block_ids: list[int] = []
         self.num_cached_blocks = 0
         self.tail: Position | None = None
@@ -105,6 +111,11 @@ class Request:
         self.finish_reason: FinishReason = "length"
         self.entry = 0
         self.started_at = 0
+
+    def num_recomputed_tokens(self) -> int:
+        """Tokens computed since it was last admitted that had been computed before."""
+        again = min(self.num_computed_tokens, self.num_reached_tokens) - self.num_hit_tokens
+        return max(again, 0)
 
     def contents(self, start: int, end: int) -> Sequence[Hashable]:
         """The contents of its blocks in these places, which have to be full of known tokens.

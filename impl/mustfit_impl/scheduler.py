@@ -123,6 +123,7 @@ class Scheduler:
         self._one_each = StepOutcome({}, (), {}, {})
         # Steps that are known to be made by decoders alone.
         self._stride = 0
+        self._num_recomputed_tokens = 0
 
     # --- From outside -------------------------------------------------------------------------
 
@@ -229,7 +230,8 @@ class Scheduler:
                 self._stride = stride - steps
                 decoders.clock += steps
                 taken += steps
-            elif taken and decoders.somebody_ends():
+            elif taken and (self._waiting or decoders.somebody_ends()):
+                # The next step may be another than those so far.
                 break
             else:
                 outcome = self._step_of_decoders()
@@ -258,6 +260,16 @@ class Scheduler:
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds, inactive cached ones among them."""
         return len(self._pool.free)
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Tokens that were computed again, having been computed before a preemption, so far.
+
+        Takes time with the number of running requests.
+        """
+        # A decoder's numbers are out of date, but have passed whatever was computed before.
+        running = (request.num_recomputed_tokens() for request in self._running)
+        return self._num_recomputed_tokens + sum(running)
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -337,6 +349,10 @@ class Scheduler:
         outcome = self._one_each
         for request, count in zip(due, counts, strict=True):
             self._take(request, 1, count)
+        if self._may_admit():
+            # For what was just cached, or evicted. Nobody takes anything a second time.
+            self._others = due
+            return None
         decoders.clock += 1
         finished: dict[str, FinishReason] = {}
         for request in due:
@@ -544,7 +560,10 @@ class Scheduler:
         self._others.remove(request)
         self._run_no_more((request.request_id,))
         self._free(request)
-        request.num_computed_tokens = 0
+        self._num_recomputed_tokens += request.num_recomputed_tokens()
+        if request.num_computed_tokens > request.num_reached_tokens:
+            request.num_reached_tokens = request.num_computed_tokens
+        request.num_computed_tokens = request.num_hit_tokens = 0
         request.running = False
         self._waiting.requeue(request)
 
@@ -578,7 +597,7 @@ class Scheduler:
         request.tail = hit.end
         request.num_to_tail = request.num_cached_blocks = num_hit
         self._cache(request, computed + chunk)
-        request.num_computed_tokens = num_hit * self._block_size
+        request.num_computed_tokens = request.num_hit_tokens = num_hit * self._block_size
         request.running = True
         self._waiting.remove(request)
         self._running.append(request)
@@ -723,6 +742,8 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         """A request that ends gives up its blocks and is forgotten."""
         self._free(request)
+        if request.num_reached_tokens:
+            self._num_recomputed_tokens += request.num_recomputed_tokens()
         request.running = False
         del self._requests[request.request_id]
 

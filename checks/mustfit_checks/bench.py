@@ -21,11 +21,10 @@ RUNNERS = Path(__file__).parent
 #: The implementation without one of its tricks, to see what the trick buys.
 ABLATIONS = (
     "impl without strides",
-    "impl without strides and plain steps",
+    "impl without strides and decoders",
     "impl without known refusals",
 )
 
-#: Those whose decisions have to be the same.
 Progress = Callable[[str], None]
 
 
@@ -44,7 +43,6 @@ class Row:
         fastest: The fastest of them, in seconds.
         steps: Steps it took; ``None`` where it doesn't say.
         peak_mib: Most memory that its process had, in MiB.
-        own_mib: How much of that came with the work.
         digest: Of its decisions; ``None`` where it doesn't say.
     """
 
@@ -54,7 +52,6 @@ class Row:
     fastest: float
     steps: int | None
     peak_mib: float
-    own_mib: float
     digest: str | None
 
     @property
@@ -113,19 +110,19 @@ def measure(plan: Plan, progress: Progress) -> Iterator[Row]:
         yield _dynamo(plan.dynamo, plan.trace, plan.work, repeats=plan.repeats)
 
 
-def ratios(rows: Sequence[Row], plan: Plan) -> dict[str, float | None]:
+def ratios(rows: Sequence[Row], work: Work, small: Work) -> dict[str, float | None]:
     """How many times as fast: ``a_vs_b`` is the seconds of b for one of a, on the same work."""
     seconds = {(row.name.partition(":")[0], row.work): row.seconds for row in rows}
 
-    def ratio(fast: str, slow: str, work: Work) -> float | None:
-        times = seconds.get((fast, work.name)), seconds.get((slow, work.name))
+    def ratio(fast: str, slow: str, on: Work) -> float | None:
+        times = seconds.get((fast, on.name)), seconds.get((slow, on.name))
         return None if times[0] is None or times[1] is None else times[1] / times[0]
 
     return {
-        "impl_vs_vllm": ratio("impl", "vllm", plan.work),
-        "run_vs_vllm": ratio("run", "vllm", plan.work),
-        "run_vs_dynamo": ratio("run", "dynamo", plan.work),
-        "spec_vs_vllm": ratio("spec", "vllm", plan.small),
+        "impl_vs_vllm": ratio("impl", "vllm", work),
+        "run_vs_vllm": ratio("run", "vllm", work),
+        "run_vs_dynamo": ratio("run", "dynamo", work),
+        "spec_vs_vllm": ratio("spec", "vllm", small),
     }
 
 
@@ -182,6 +179,5 @@ def _row(name: str, work: Work, said: Mapping[str, Any]) -> Row:
         fastest=min(seconds),
         steps=said["runs"][0].get("steps"),
         peak_mib=said["peak_mib"],
-        own_mib=said["peak_mib"] - said["baseline_mib"],
         digest=said.get("digest"),
     )

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from mustfit_checks.work import Decisions, Work
-from mustfit_impl import NEWEST, Scheduler
+from mustfit_impl import NEWEST, Run, Scheduler
 from mustfit_impl.request import Request
 from mustfit_spec import REVISIONS, initial_state
 
@@ -34,15 +34,18 @@ Note = Callable[[Any, Any, Any, int], None]
 class WithoutStrides(Scheduler):
     """Every step is taken by itself."""
 
-    def _plan(self) -> int:
-        return 0
+    def advance(self, max_steps: int, *, same_blocks: bool = False) -> Run:  # noqa: ARG002, D102
+        return Run(self._step(), 1)
 
 
-class WithoutPlainSteps(WithoutStrides):
-    """And who computes one token within its blocks is looked at like anybody else."""
+class WithoutDecoders(WithoutStrides):
+    """And everybody who runs is looked at in every step."""
 
-    def _plain_until(self, request: Request) -> int:  # noqa: ARG002
-        return 0
+    def _decode(self, request: Request) -> None:
+        self._others.append(request)
+
+    def _schedule_others(self, threshold: int) -> None:  # noqa: ARG002
+        return None
 
 
 class WithoutRefusals(Scheduler):
@@ -99,7 +102,7 @@ DOES: dict[str, Callable[[Work, Note | None], float]] = {
         f"impl {name}": partial(on_impl, stride=1, kind=kind)
         for name, kind in {
             "without strides": WithoutStrides,
-            "without strides and plain steps": WithoutPlainSteps,
+            "without strides and decoders": WithoutDecoders,
             "without known refusals": WithoutRefusals,
         }.items()
     },

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, get_args
 import click
 
 from mustfit_checks import show
+from mustfit_checks.bench_cli import bench
 from mustfit_checks.cases import save, save_scenario
 from mustfit_checks.console import EXIT_CODES, PlainConsole, as_json, fail, progress
 from mustfit_checks.generate import scenarios
@@ -381,6 +382,7 @@ def schema() -> None:
 
 
 main.add_command(replay)
+main.add_command(bench)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import msgspec
 
-from mustfit_checks.mooncake import names_of_blocks
-from mustfit_impl import HashedRequest
+from mustfit_checks.mooncake import Arrival, names_of_blocks
+from mustfit_checks.replay import Clock, replay
+from mustfit_impl import HashedRequest, Run, Scheduler
 from mustfit_spec import Config, NewRequest, Operation, Scenario
 
 #: Output tokens are numbers that no prompt token is: from here on, so many for each request.
@@ -114,6 +115,53 @@ class Work:
             requests=tuple(r.tokens(number) for number, r in enumerate(self.requests)),
             operations=tuple(operations),
         )
+
+
+class _Recording(Scheduler):
+    """Notes what is done to it."""
+
+    def __init__(self, *, config: Config) -> None:
+        super().__init__(config=config)
+        self.operations: list[tuple[str, str | int]] = []
+
+    def add_request(self, request: NewRequest | HashedRequest) -> None:
+        super().add_request(request)
+        self.operations.append(("add", request.request_id))
+
+    def advance(self, max_steps: int, *, same_blocks: bool = False) -> Run:
+        run = super().advance(max_steps, same_blocks=same_blocks)
+        steps = run.steps
+        if self.operations and self.operations[-1][0] == "step":
+            steps += int(self.operations.pop()[1])
+        self.operations.append(("step", steps))
+        return run
+
+
+def recorded(
+    name: str, arrivals: Sequence[Arrival], config: Config, clock: Clock, *, trace_block_size: int
+) -> Work:
+    """What a replay of these requests does, and between which steps.
+
+    Raises:
+        RequestError: A request that the scheduler refuses.
+    """
+    scheduler = _Recording(config=config)
+    replay(iter(arrivals), scheduler=scheduler, clock=clock, trace_block_size=trace_block_size)
+    return Work(
+        name=name,
+        config=config,
+        requests=tuple(
+            WorkRequest(
+                request_id=arrival.request_id,
+                num_prompt_tokens=arrival.num_prompt_tokens,
+                hash_ids=arrival.hash_ids,
+                hash_block_size=trace_block_size,
+                num_output_tokens=arrival.max_tokens,
+            )
+            for arrival in arrivals
+        ),
+        operations=tuple(scheduler.operations),
+    )
 
 
 class Decisions:

@@ -687,11 +687,11 @@ class LeavesTheGateOpen(Scheduler):
 
 
 class CountsInactiveHitsAsHeld(Scheduler):
-    """Compares only new blocks with the free ones, where somebody is running (dynamo 9718)."""
+    """Compares only new blocks with the free ones, where somebody is running (dynamo 9721)."""
 
     def _lookup(self, request: Request) -> Hit:
         hit = super()._lookup(request)
-        inactive = sum(not self._pool.ref_cnt[block_id] for block_id in hit.block_ids)
+        inactive = sum(not self._pool.ref_cnt[block_id] for block_id in hit[0])
         kept = int(self.config.watermark * self.config.num_gpu_blocks)
         self._watermark_blocks = kept - inactive
         return hit
@@ -720,7 +720,7 @@ class KeepsPartOfARefusedAllocation(Scheduler):
 
 class KeepsARefusalTooLong(Scheduler):
     def _is_known_to_be_refused(self, request: Request, *_: int) -> bool:
-        return self._refusal is not None and self._refusal.request is request
+        return self._refused is request
 
 
 class PicksAnotherVictim(Scheduler):

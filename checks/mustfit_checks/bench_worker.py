@@ -8,6 +8,7 @@ are made before the clock runs, as they are for the real scheduler.
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import sys
@@ -51,7 +52,7 @@ class WithoutDecoders(WithoutStrides):
 class WithoutRefusals(Scheduler):
     """Who was refused is looked up and counted anew in each step."""
 
-    def _is_known_to_be_refused(self, request: Request, budget: int, threshold: int) -> bool:  # noqa: ARG002
+    def _is_known_to_be_refused(self, request: Request, budget: int) -> bool:  # noqa: ARG002
         return False
 
 
@@ -141,6 +142,10 @@ def measure(kind: str, work: Work, *, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     """Reads work from stdin and writes the result to stdout."""
+    # As for the real scheduler, in vllm_driver.py.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
     given = msgspec.json.decode(sys.stdin.buffer.read())
     repeats = given.pop("repeats")
     result = measure(sys.argv[1], msgspec.convert({"name": "work", **given}, Work), repeats=repeats)

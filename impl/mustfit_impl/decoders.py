@@ -73,7 +73,7 @@ class Decoders:
         while events:
             at, _, entry, request = events[0]
             if request.entry == entry:
-                return max(at - self.clock, 0)
+                return at - self.clock
             heappop(events)
         return FOR_EVER
 

@@ -10,8 +10,8 @@ never hashed or compared together with what comes before.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Final
 
 #: Stands for "no block"; never handed out, never freed.
 NULL_BLOCK: Final = 0
@@ -46,18 +46,9 @@ class Branch:
 Position = tuple[Branch, int]
 
 
-class Hit(NamedTuple):
-    """What was found of a prefix.
-
-    Attributes:
-        block_ids: The blocks, in order.
-        end: The content of the last of them.
-        missing: The content that was sought behind it, if one was.
-    """
-
-    block_ids: list[int]
-    end: Position
-    missing: Hashable | None
+#: What was found of a prefix: the blocks in order, the content of the last of them, and the content
+#: that was sought behind it, if one was.
+Hit = tuple[list[int], Position, Hashable]
 
 
 class PrefixCache:
@@ -110,20 +101,19 @@ class PrefixCache:
                 forks = branch.forks.get(place)
                 other = None if forks is None else forks.get(content)
                 if other is None:
-                    return Hit(found, end, content)
+                    return found, end, content
                 branch, place = other, 0
             block_id = branch.block_ids[place]
             if not block_id:
-                return Hit(found, end, content)
+                return found, end, content
             found.append(block_id)
             end = branch, place
-        return Hit(found, end, None)
+        return found, end, None
 
     def watch(self, hit: Hit) -> None:
         """Watches a hit, to count what may change it."""
-        self._watched_hit = frozenset(hit.block_ids)
-        self._watched_end = hit.end
-        self._watched_missing = hit.missing
+        block_ids, self._watched_end, self._watched_missing = hit
+        self._watched_hit = frozenset(block_ids)
 
     def follow(self, position: Position, contents: Sequence[Hashable]) -> Position:
         """Where the contents stand that follow; they are entered where they are not there yet."""
@@ -163,32 +153,41 @@ class PrefixCache:
             place_of[block_id] = place
         return branch, place
 
-    def forget(self, block_id: int) -> None:
-        """A block leaves the cache."""
-        branch, place = self.branch_of[block_id], self.place_of[block_id]
-        assert branch is not None  # noqa: S101 - who calls knows
-        self.branch_of[block_id] = None
-        ids = branch.block_ids
-        later = branch.later
-        if later and place in later:
-            others = later[place]
-            if ids[place] != block_id:
-                del others[block_id]
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Blocks leave the cache, if they are in it."""
+        branch_of, watched = self.branch_of, self._watched_hit
+        for block_id in block_ids:
+            branch = branch_of[block_id]
+            if branch is None:
+                continue
+            branch_of[block_id] = None
+            if block_id in watched:
+                self.changes += 1
+            ids = branch.block_ids
+            if ids[-1] == block_id and not branch.later and not branch.forks:
+                # As for most: nothing begins with it, and nobody else has it.
+                ids.pop()
+                content = branch.contents.pop()
+                if not ids:
+                    self._remove(branch, content)
+                elif not ids[-1]:
+                    self._trim(branch)
             else:
-                ids[place], _ = others.popitem(last=False)
-            if not others:
-                del later[place]
+                self._leave_hole(branch, self.place_of[block_id], block_id)
+
+    def _leave_hole(self, branch: Branch, place: int, block_id: int) -> None:
+        """A block leaves a place where others may be, or behind which there may be others."""
+        others = branch.later.get(place)
+        if others is None:
+            branch.block_ids[place] = NULL_BLOCK
+            self._trim(branch)
+            return
+        if branch.block_ids[place] != block_id:
+            del others[block_id]
         else:
-            ids[place] = NULL_BLOCK
-        if block_id in self._watched_hit:
-            self.changes += 1
-        if not ids[-1] and len(ids) - 1 not in branch.forks:
-            ids.pop()
-            content = branch.contents.pop()
-            if not ids:
-                self._remove(branch, content)
-            elif not ids[-1]:
-                self._trim(branch)
+            branch.block_ids[place], _ = others.popitem(last=False)
+        if not others:
+            del branch.later[place]
 
     def _enter_one_by_one(
         self, position: Position, contents: Sequence[Hashable], block_ids: Sequence[int]

@@ -10,36 +10,30 @@ from itertools import count
 from mustfit_impl.request import Request
 
 
-class FcfsQueue:
-    """First come, first served. Every operation takes constant time."""
+class FcfsQueue(OrderedDict[Request, None]):
+    """First come, first served. Every operation takes constant time.
 
-    __slots__ = ("_requests",)
+    A dictionary itself, so that asking whether anybody waits is no call of a method.
+    """
 
-    def __init__(self) -> None:
-        self._requests: OrderedDict[Request, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
+    __slots__ = ()
 
     def head(self) -> Request:
         """Who is served next."""
-        return next(iter(self._requests))
+        return next(iter(self))
 
     def add(self, request: Request) -> None:
         """A new request waits behind all others."""
-        self._requests[request] = None
+        self[request] = None
 
     def requeue(self, request: Request) -> None:
         """A preempted request waits before all others."""
-        self._requests[request] = None
-        self._requests.move_to_end(request, last=False)
+        self[request] = None
+        self.move_to_end(request, last=False)
 
     def remove(self, request: Request) -> None:
         """It no longer waits, whatever its place."""
-        del self._requests[request]
+        del self[request]
 
 
 class PriorityQueue:

@@ -89,14 +89,9 @@ class Request:
         "tail",
     )
 
-    request_id: str
-    num_prompt_tokens: int
-
-    def __init__(
-        self, *, request_id: str, num_prompt_tokens: int, priority: int, arrival_time: int
-    ) -> None:
-        self.request_id = request_id
-        self.priority_key = (priority, arrival_time, request_id)
+    def __init__(self, given: NewRequest | HashedRequest, num_prompt_tokens: int) -> None:
+        self.request_id = given.request_id
+        self.priority_key = (given.priority, given.arrival_time, given.request_id)
         self.num_prompt_tokens = num_prompt_tokens
         self.num_tokens = num_prompt_tokens
         self.num_computed_tokens = 0
@@ -131,12 +126,7 @@ class _TokenRequest(Request):
     __slots__ = ("_block_size", "_contents", "_tokens")
 
     def __init__(self, given: NewRequest, block_size: int) -> None:
-        super().__init__(
-            request_id=given.request_id,
-            num_prompt_tokens=len(given.prompt_token_ids),
-            priority=given.priority,
-            arrival_time=given.arrival_time,
-        )
+        super().__init__(given, len(given.prompt_token_ids))
         self._block_size = block_size
         self._tokens = given
         self._contents: list[tuple[int, ...]] = []
@@ -163,12 +153,7 @@ class _HashedRequest(Request):
     __slots__ = ("_hash_ids", "_own")
 
     def __init__(self, given: HashedRequest, block_size: int) -> None:
-        super().__init__(
-            request_id=given.request_id,
-            num_prompt_tokens=given.num_prompt_tokens,
-            priority=given.priority,
-            arrival_time=given.arrival_time,
-        )
+        super().__init__(given, given.num_prompt_tokens)
         self._hash_ids = given.hash_ids[: given.num_prompt_tokens // block_size]
         self._own = (_HashedRequest, next(_uids))
 

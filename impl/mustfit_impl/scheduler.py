@@ -42,22 +42,6 @@ class Run(NamedTuple):
     steps: int
 
 
-class _Refusal(NamedTuple):
-    """The last refusal of an admission.
-
-    Attributes:
-        request: Who was refused.
-        version: The pool's ``releases`` then, if the gate refused, and else its ``changes``.
-        cache_version: The prefix cache's ``changes`` then.
-        limits: Budget and threshold then, if it wasn't the gate.
-    """
-
-    request: Request
-    version: int
-    cache_version: int
-    limits: tuple[int, int] | None
-
-
 class Scheduler:
     """vLLM's scheduler as of some revision: what it decides, step by step.
 
@@ -97,7 +81,11 @@ class Scheduler:
             freed_to_head=semantics.freed_to_head,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self._refusal: _Refusal | None = None
+        # Who was refused last, by what limits, and how much had changed by then.
+        self._refused: Request | None = None
+        self._refused_limits: tuple[int, int] | None = None
+        self._refused_cache = 0
+        self._refused_pool = 0
 
         # What a step reads, out of the configuration and of the semantics.
         self._block_size = config.block_size
@@ -321,12 +309,11 @@ class Scheduler:
 
     def _may_admit(self) -> bool:
         """Whether somebody might be admitted if all who run decode, or not all of them can."""
-        left = self._token_budget - len(self._running)
-        if not self._waiting or left == 0 or len(self._running) >= self._seats:
+        num_running = len(self._running)
+        left = self._token_budget - num_running
+        if left <= 0 or not self._waiting or num_running >= self._seats:
             return left < 0
-        threshold = self._threshold(len(self._running) + len(self._waiting))
-        head = self._waiting.head()
-        return left < 0 or not self._is_known_to_be_refused(head, left, threshold)
+        return not self._is_known_to_be_refused(self._waiting.head(), left)
 
     def _step_of_decoders(self) -> StepOutcome | None:
         """A step in which all who run decode, and nobody can be admitted.
@@ -347,9 +334,11 @@ class Scheduler:
                 return None
             counts.append(count)
         outcome = self._one_each
+        changes = self._pool.cache.changes
         for request, count in zip(due, counts, strict=True):
             self._take(request, 1, count)
-        if self._may_admit():
+        # What nobody waits for, or the gate refused, can only be let in by what was cached.
+        if (self._refused_limits or changes != self._pool.cache.changes) and self._may_admit():
             # For what was just cached, or evicted. Nobody takes anything a second time.
             self._others = due
             return None
@@ -369,7 +358,7 @@ class Scheduler:
 
     def _step(self) -> StepOutcome:
         running, waiting = self._running, self._waiting
-        threshold = self._threshold(len(running) + len(waiting))
+        threshold = self._threshold()
         self._others += self._decoders.due()
         preempted: list[str] = []
         chunks = self._schedule_others(threshold)
@@ -392,7 +381,9 @@ class Scheduler:
                 scheduled[request.request_id] = chunks[request] = chunk
                 budget -= chunk
         if admitted:
-            ones = dict(self._one_each.num_scheduled_tokens) | dict.fromkeys(admitted, 1)
+            ones = dict(self._one_each.num_scheduled_tokens)
+            for request_id in admitted:
+                ones[request_id] = 1
             self._one_each = StepOutcome(ones, (), {}, {})
         if self._semantics.negative_chunks:
             self._assert(chunks, budget)
@@ -495,12 +486,14 @@ class Scheduler:
         costs_a_turn = self._semantics.passed_over_victim_costs_a_turn
         return had_turn or (place < index and not costs_a_turn)
 
-    def _threshold(self, num_eligible: int) -> int:
+    def _threshold(self) -> int:
         """Most tokens that one request gets in this step."""
         threshold = self.config.long_prefill_token_threshold
         if not threshold:
             return NEVER
         if self._semantics.threshold_spares_a_lone_request:
+            # Admissions and preemptions leave the sum as it was when the step began.
+            num_eligible = len(self._running) + len(self._waiting)
             if num_eligible <= 1:
                 return NEVER
             if self.config.long_prefill_token_threshold_adaptive:
@@ -569,11 +562,12 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: int, threshold: int) -> int:
         """Admits the head of those who wait, if it fits. With how many tokens; 0 if it doesn't."""
-        if self._is_known_to_be_refused(request, budget, threshold):
+        if self._is_known_to_be_refused(request, budget):
             return 0
         pool = self._pool
         hit = self._lookup(request)
-        num_hit = len(hit.block_ids)
+        hit_ids = hit[0]
+        num_hit = len(hit_ids)
         computed = num_hit * self._block_size
         chunk = request.num_tokens - computed
         if chunk > threshold:
@@ -582,7 +576,7 @@ class Scheduler:
             if not self.config.enable_chunked_prefill:
                 return self._refuse(request, hit, (budget, threshold))
             chunk = budget
-        free = self._free_for(hit)
+        free = self._free_for(hit_ids)
         if self._gate and self._blocks(request.num_tokens, num_hit) > free:
             return self._refuse(request, hit, None)
         if computed > self._max_model_len:
@@ -590,11 +584,11 @@ class Scheduler:
         required = self._blocks(computed + chunk + self._admission_lookahead, num_hit)
         if required > free:
             return self._refuse(request, hit, (budget, threshold))
-        pool.touch(hit.block_ids)
-        request.block_ids = hit.block_ids
+        pool.touch(hit_ids)
+        request.block_ids = hit_ids
         if required > num_hit:
             request.block_ids += pool.take(required - num_hit)
-        request.tail = hit.end
+        request.tail = hit[1]
         request.num_to_tail = request.num_cached_blocks = num_hit
         self._cache(request, computed + chunk)
         request.num_computed_tokens = request.num_hit_tokens = num_hit * self._block_size
@@ -604,20 +598,28 @@ class Scheduler:
         self._others.append(request)
         return chunk
 
-    def _free_for(self, hit: Hit) -> int:
+    def _free_for(self, hit_ids: Iterable[int]) -> int:
         """Blocks that an admission may count on: those free, and those it hits that are held."""
         ref_cnt, free = self._pool.ref_cnt, len(self._pool.free)
-        for block_id in hit.block_ids:
+        for block_id in hit_ids:
             if ref_cnt[block_id]:
                 free += 1
         return free - self._watermark_blocks if self._running else free
 
     def _refuse(self, request: Request, hit: Hit, limits: tuple[int, int] | None) -> int:
-        """Remembers that a request was refused, and why. With no tokens."""
+        """Remembers that a request was refused. With no tokens.
+
+        Args:
+            request: Who was.
+            hit: Its prefix hit.
+            limits: Budget and threshold, or ``None`` if they don't matter, for the gate refused it.
+        """
         pool = self._pool
         pool.cache.watch(hit)
-        version = pool.releases if limits is None else pool.changes
-        self._refusal = _Refusal(request, version, pool.cache.changes, limits)
+        self._refused = request
+        self._refused_limits = limits
+        self._refused_cache = pool.cache.changes
+        self._refused_pool = pool.changes if limits else pool.releases
         return 0
 
     def _blocks(self, num_tokens: int, num_hit: int) -> int:
@@ -627,22 +629,20 @@ class Scheduler:
         count = -(-num_tokens // self._block_size)
         return count if count > num_hit else num_hit
 
-    def _is_known_to_be_refused(self, request: Request, budget: int, threshold: int) -> bool:
+    def _is_known_to_be_refused(self, request: Request, budget: int) -> bool:
         """Whether it was refused before, and nothing has happened since that could change that.
 
-        Refused by the gate, a request is refused until blocks are released, however few tokens it
-        is to compute; refused for its chunk, until anything changes.
+        Refused by the gate, a request is refused until blocks are released or its hit changes,
+        however few tokens it is to compute; refused for its chunk, until any block changes hands.
         """
-        refusal, pool = self._refusal, self._pool
-        if (
-            refusal is None
-            or refusal.request is not request
-            or refusal.cache_version != pool.cache.changes
-        ):
+        if self._refused is not request:
             return False
-        if refusal.limits is None:
-            return refusal.version == pool.releases
-        return refusal.version == pool.changes and refusal.limits == (budget, threshold)
+        pool, limits = self._pool, self._refused_limits
+        if self._refused_cache != pool.cache.changes:
+            return False
+        if limits is None:
+            return self._refused_pool == pool.releases
+        return self._refused_pool == pool.changes and limits == (budget, self._threshold())
 
     def _lookup(self, request: Request) -> Hit:
         """A request's prefix hit."""

@@ -42,6 +42,10 @@ class Run(NamedTuple):
     steps: int
 
 
+#: Makes one of the named tuples above, in half the time that calling its class takes.
+_new = tuple.__new__
+
+
 class Scheduler:
     """vLLM's scheduler as of some revision: what it decides, step by step.
 
@@ -227,10 +231,10 @@ class Scheduler:
                     break
                 taken += 1
                 if outcome.finished:
-                    return Run(outcome, taken)
+                    return _new(Run, (outcome, taken))
             if same_blocks:
                 break
-        return Run(self._one_each, taken) if taken else Run(self._step(), 1)
+        return _new(Run, (self._one_each, taken) if taken else (self._step(), 1))
 
     # --- What can be seen ---------------------------------------------------------------------
 
@@ -354,7 +358,7 @@ class Scheduler:
         if not finished:
             return outcome
         self._remove_finished(finished)
-        return StepOutcome(outcome.num_scheduled_tokens, (), {}, finished)
+        return _new(StepOutcome, (outcome.num_scheduled_tokens, (), {}, finished))
 
     def _step(self) -> StepOutcome:
         running, waiting = self._running, self._waiting
@@ -384,11 +388,11 @@ class Scheduler:
             ones = dict(self._one_each.num_scheduled_tokens)
             for request_id in admitted:
                 ones[request_id] = 1
-            self._one_each = StepOutcome(ones, (), {}, {})
+            self._one_each = _new(StepOutcome, (ones, (), {}, {}))
         if self._semantics.negative_chunks:
             self._assert(chunks, budget)
         finished = self._update_from_output(chunks)
-        return StepOutcome(scheduled, tuple(preempted), admitted, finished)
+        return _new(StepOutcome, (scheduled, tuple(preempted), admitted, finished))
 
     def _with_decoders(self, chunks: Mapping[Request, int]) -> dict[str, int]:
         """Who gets how many tokens, decoders and others, in order of admission."""
@@ -712,7 +716,7 @@ class Scheduler:
         ones = dict(self._one_each.num_scheduled_tokens)
         for request_id in request_ids:
             del ones[request_id]
-        self._one_each = StepOutcome(ones, (), {}, {})
+        self._one_each = _new(StepOutcome, (ones, (), {}, {}))
 
     def _let_decode(self) -> None:
         """Those who have one token to compute are decoders from now on."""

@@ -24,7 +24,8 @@ from mustfit_checks.judge import Judge, Verdict
 from mustfit_checks.measured import UnknownRelease, measurements, newest_release, revision_for
 from mustfit_checks.mutants import MUTANTS
 from mustfit_checks.protocol import decode_scenario, decode_trace, encode, json_schema
-from mustfit_checks.sut import InProcess, SutError
+from mustfit_checks.sut import InProcess, Limits, SutError
+from mustfit_checks.what import start, what
 from mustfit_spec import REVISIONS, Scenario, Trace, TraceError, rules_of, run
 
 REVISION = "0.33.0"
@@ -276,6 +277,24 @@ def test_without_a_name_the_implementation_is_judged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sut", ["impl", "impl:strides"])
+def test_another_scheduler_may_say_what_is_right(sut: str) -> None:
+    asked = what(sut, None, None)
+    judge = Judge(
+        sut=start(asked, profile="identity", source=None, limits=Limits(), progress=print),
+        against="somebody",
+        revision=SPEC,
+        profile="identity",
+        reference=InProcess(lambda s: wrong("oldest-first", s), name="m"),
+    )
+    verdict = judge.judge(scenarios(seed=0, count=100))
+    assert verdict.verdict == "divergent"
+    assert verdict.against == "somebody"
+    case = verdict.divergences[0]
+    assert case.expected == wrong("oldest-first", case.scenario)
+    assert case.observed == mustfit_impl.run(case.scenario)
+
+
+@pytest.mark.parametrize("sut", ["impl", "impl:strides"])
 def test_a_fault_of_the_implementation_is_found(
     sut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +415,7 @@ def test_a_reader_that_leaves_is_no_divergence() -> None:
         (("--sut", "mutant:nobody"), "mustfit mutants"),
         (("--sut", "spec", "--against", "0.20.2"), "nearest measured: 0.21.0"),
         (("--sut", "vllm:0.99.0"), "never measured"),
+        (("--sut", "spec", "--against", "vllm:0.99.0"), "never measured"),
         (("--sut", "cmd:/no/such/program"), "cannot start"),
         (("--sut", "cmd:"), "nothing is called"),
         (("--sut", "cmd:'open"), "cannot be split"),

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+import mustfit_impl
+from mustfit_checks.attribute import mutant_trace
 from mustfit_checks.generate import scenarios
 from mustfit_checks.judge import Judge, Verdict
 from mustfit_checks.measured import likely_revision
-from mustfit_checks.sut import Limits, Sut
+from mustfit_checks.mutants import MUTANTS
+from mustfit_checks.sut import InProcess, Limits, Sut
 from mustfit_checks.vllm_setup import Installed
 from mustfit_checks.what import SOURCE, What, start
 from mustfit_spec import REVISIONS, rules_of
@@ -37,6 +41,31 @@ def test_the_specification_is_what_vllm_does(vllm_release: str, vllm: Callable[[
     assert verdict.scenarios == COUNT
     assert verdict.never_exercised == ()
     assert set(verdict.rules) == set(rules_of(REVISIONS[likely_revision(vllm_release)]))
+
+
+def test_the_implementation_is_judged_by_vllm_itself(
+    vllm_release: str, vllm: Callable[[str], Sut]
+) -> None:
+    revision = likely_revision(vllm_release)
+    verdicts = [
+        Judge(
+            sut=sut,
+            against=f"vllm:{vllm_release}",
+            revision=REVISIONS[revision],
+            profile="identity",
+            reference=vllm(vllm_release),
+        ).judge(scenarios(seed=1, count=300, lacks=REVISIONS[revision].lacks))
+        for sut in (
+            InProcess(partial(mustfit_impl.run, revision=revision), name="impl"),
+            InProcess(
+                lambda scenario: mutant_trace(scenario, MUTANTS["oldest-first"], revision),
+                name="mutant",
+            ),
+        )
+    ]
+    assert [verdict.verdict for verdict in verdicts] == ["conformant", "divergent"]
+    assert verdicts[0].scenarios == 300
+    assert verdicts[1].divergences[0].behaves_like == "oldest-first"
 
 
 #: Changes that somebody might make to vLLM's scheduler: file, what stands there, what instead.

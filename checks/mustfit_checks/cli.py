@@ -12,10 +12,12 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+import attrs
 import click
 
 from mustfit_checks import show
@@ -71,7 +73,8 @@ def main() -> None:
 @click.option(
     "--against",
     metavar="RELEASE",
-    help="The vLLM release to judge by. [default: the SUT's own, or the newest measured]",
+    help="The vLLM release to judge by; vllm:RELEASE is the real scheduler itself, instead of the "
+    "specification. [default: the SUT's own, or the newest measured]",
 )
 @click.option(
     "--profile",
@@ -236,22 +239,28 @@ def _judge(
     any_release: bool,
 ) -> Verdict:
     # vLLM takes a while to import; of others nothing is known but what the user says.
-    patience = max(timeout, Limits().start_timeout) if asked.name.startswith("vllm:") else timeout
+    is_real = asked.name.startswith("vllm:") or asked.reference is not None
+    patience = max(timeout, Limits().start_timeout) if is_real else timeout
     limits = Limits(timeout=timeout, start_timeout=patience)
     with progress(total) as (say, advance):
         try:
             sut = start(asked, profile=profile, source=source, limits=limits, progress=say)
+            reference = None
+            if asked.reference is not None:
+                right = attrs.evolve(asked, name=asked.reference)
+                reference = start(right, profile=profile, source=None, limits=limits, progress=say)
         except KeyboardInterrupt:
             raise SetupError("interrupted while setting up; what was set up is kept") from None
         say(f"judging {asked.name}")
-        with sut:
+        with sut, reference or nullcontext():
             return Judge(
                 sut=sut,
-                against=asked.against,
+                against=asked.reference or asked.against,
                 revision=asked.revision,
                 profile=profile,
                 stop_after=stop_after,
                 any_release=any_release,
+                reference=reference,
             ).judge(judged_by, progress=say, advance=advance)
 
 
@@ -295,7 +304,8 @@ def _repeat(
     count: int,
     case_files: tuple[Path, ...],
 ) -> str:
-    words = ["mustfit", "judge", "--sut", asked.name, "--against", asked.against]
+    words = ["mustfit", "judge", "--sut", asked.name]
+    words += ["--against", asked.reference or asked.against]
     words += ["--profile", profile]
     if source is not None:
         words += ["--vllm-source", str(source)]

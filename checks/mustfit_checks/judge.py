@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import tee
 from typing import Literal
 
 import attrs
@@ -110,7 +111,7 @@ class _Group:
 
 @attrs.define(kw_only=True)
 class Judge:
-    """Compares a scheduler with a revision of the specification.
+    """Compares a scheduler with a revision of the specification, or with another scheduler.
 
     Attributes:
         sut: The scheduler under test.
@@ -120,6 +121,8 @@ class Judge:
         stop_after: Divergent scenarios after which judging stops.
         kept: Divergent scenarios that are kept, to tell what they are like.
         any_release: Whether the scheduler may claim to follow another release than this.
+        reference: Who says what is right, if it isn't the specification. Which rules were exercised
+            is still the specification's to say.
     """
 
     sut: Sut
@@ -129,6 +132,7 @@ class Judge:
     stop_after: int = 100
     kept: int = 200
     any_release: bool = True
+    reference: Sut | None = None
 
     _groups: list[_Group] = attrs.field(factory=list, init=False)
     _evidence: list[Evidence] = attrs.field(factory=list, init=False)
@@ -190,16 +194,19 @@ class Judge:
         self, scenarios: Iterable[Scenario], advance: Callable[[int], None]
     ) -> str | None:
         asked: list[Scenario] = []
+        scenarios, again = tee(scenarios)
+        right = self.reference.traces(again) if self.reference is not None else None
         for observed in self.sut.traces(_noted(scenarios, asked)):
-            self._compare(asked.pop(0), observed)
+            self._compare(asked.pop(0), observed, next(right) if right is not None else None)
             advance(self._scenarios)
             if self._diverged >= self.stop_after:
                 return f"stopped after {self._diverged} divergent scenarios"
         return None
 
-    def _compare(self, scenario: Scenario, observed: Trace) -> None:
+    def _compare(self, scenario: Scenario, observed: Trace, right: Trace | None) -> None:
         self._check_claims(scenario, observed)
-        expected, rules = exercised(scenario, self.revision)
+        specified, rules = exercised(scenario, self.revision)
+        expected = right or specified
         difference = compare(expected, observed, self.profile)
         if difference is not None:
             # Noted first: whatever interrupts what follows, it was found.
@@ -303,7 +310,7 @@ class Judge:
 
     def _shows(self, scenario: Scenario, rule: str | None, imitator: str | None) -> Evidence | None:
         """The evidence, if a scenario diverges in the same way as the group."""
-        expected = run(scenario, self.revision(scenario.config))
+        expected = self._expected(scenario)
         if imitator is not None:
             # Where the imitator agrees with the specification, there is nothing to ask.
             revision = revision_name(self.revision)
@@ -318,6 +325,12 @@ class Judge:
         mutant = MUTANTS[imitator]
         same = explains(mutant, evidence, revision_name(self.revision), self.profile)
         return evidence if same else None
+
+    def _expected(self, scenario: Scenario) -> Trace:
+        """What is right."""
+        if self.reference is not None:
+            return self.reference.ask(scenario)
+        return run(scenario, self.revision(scenario.config))
 
     def _diverges(self, scenario: Scenario, expected: Trace) -> Evidence | None:
         """What the scheduler does with a scenario, if it diverges there."""

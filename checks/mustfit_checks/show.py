@@ -49,10 +49,11 @@ def verdict(console: Console, report: Report) -> None:
     if decided and report.sampled:
         _exercised(console, result)
     if result.scenarios:
+        judge = result.against if ":" in result.against else f"vLLM {result.against}"
         _line(
             console,
-            f"[{STYLE[result.verdict]}]{result.verdict}[/]: {escape(result.sut)} against vLLM "
-            f"{result.against} at profile {result.profile}: {result.scenarios:,} scenarios, "
+            f"[{STYLE[result.verdict]}]{result.verdict}[/]: {escape(result.sut)} against "
+            f"{judge} at profile {result.profile}: {result.scenarios:,} scenarios, "
             f"{result.steps:,} steps, {result.diverged:,} divergent; "
             f"{result.scenarios / max(result.seconds, 1e-9):,.0f} scenarios a second",
         )

@@ -34,11 +34,13 @@ class What:
         name: As it was asked for.
         against: The release that it is judged by.
         revision: The revision of the specification that this release agrees with.
+        reference: The scheduler that says what is right, if it isn't the specification.
     """
 
     name: str
     against: str
     revision: type[Scheduler]
+    reference: str | None = None
 
 
 def what(name: str, against: str | None, source: Path | None) -> What:
@@ -49,7 +51,9 @@ def what(name: str, against: str | None, source: Path | None) -> What:
         UnknownRelease: The release that it would be judged by was never measured.
     """
     kind, _, rest = name.partition(":")
-    against = against.removeprefix("v") if against else None
+    reference = against if against and against.startswith("vllm:") else None
+    if against:
+        against = against.removeprefix("vllm:").removeprefix("v")
     takes_rest = kind in {"mutant", "vllm", "cmd"}
     if name not in {"impl", "impl:strides", "spec"} and not (takes_rest and rest):
         hint = f"; to run a program, cmd:{name}" if "/" in name else ""
@@ -64,7 +68,7 @@ def what(name: str, against: str | None, source: Path | None) -> What:
         raise UnknownSut(f"{name} needs --vllm-source, the folder that holds the vllm package")
     own = rest if kind == "vllm" and rest != SOURCE else None
     release = against or own or newest_release()
-    return What(name=name, against=release, revision=revision_for(release))
+    return What(name=name, against=release, revision=revision_for(release), reference=reference)
 
 
 def start(

@@ -23,6 +23,7 @@ class Branch:
     Attributes:
         parent: The branch that it leaves; ``None`` for the root, which has no contents.
         fork: The place in the parent behind which it does.
+        first: The first content, by which the parent knows it.
         contents: The contents, at least one, of which the last is cached or has a fork behind it.
         block_ids: For each, of the cached blocks with this content the one cached first; 0 if there
             is none.
@@ -30,11 +31,12 @@ class Branch:
         forks: The branches that leave behind a place, by their first content.
     """
 
-    __slots__ = ("block_ids", "contents", "fork", "forks", "later", "parent")
+    __slots__ = ("block_ids", "contents", "first", "fork", "forks", "later", "parent")
 
-    def __init__(self, parent: Branch | None, fork: int) -> None:
+    def __init__(self, parent: Branch | None, fork: int, first: Hashable) -> None:
         self.parent = parent
         self.fork = fork
+        self.first = first
         self.contents: list[Hashable] = []
         self.block_ids: list[int] = []
         self.later: dict[int, OrderedDict[int, None]] = {}
@@ -81,7 +83,7 @@ class PrefixCache:
     def clear(self, num_gpu_blocks: int) -> None:
         """Nothing is cached any more."""
         self.changes += 1
-        self.root = (Branch(None, -1), -1)
+        self.root = (Branch(None, -1, None), -1)
         self.branch_of: list[Branch | None] = [None] * num_gpu_blocks
         self.place_of = [0] * num_gpu_blocks
         self._watched_hit: frozenset[int] = frozenset()
@@ -167,10 +169,8 @@ class PrefixCache:
             if ids[-1] == block_id and not branch.later and not branch.forks:
                 # As for most: nothing begins with it, and nobody else has it.
                 ids.pop()
-                content = branch.contents.pop()
-                if not ids:
-                    self._remove(branch, content)
-                elif not ids[-1]:
+                branch.contents.pop()
+                if not ids or not ids[-1]:
                     self._trim(branch)
             else:
                 self._leave_hole(branch, self.place_of[block_id], block_id)
@@ -224,28 +224,26 @@ class PrefixCache:
 
     def _fork(self, branch: Branch, place: int, content: Hashable) -> Branch:
         """A new branch, still empty, that begins with that content."""
-        made = Branch(branch, place)
+        made = Branch(branch, place, content)
         branch.forks.setdefault(place, {})[content] = made
         return made
 
     def _trim(self, branch: Branch) -> None:
-        """Forgets contents at the end of a branch that no cached block has or begins with."""
-        contents, ids, forks = branch.contents, branch.block_ids, branch.forks
-        while not ids[-1] and len(ids) - 1 not in forks:
-            ids.pop()
-            content = contents.pop()
-            if not ids:
-                self._remove(branch, content)
-                return
+        """Forgets contents at the end of a branch that no cached block has or begins with.
 
-    def _remove(self, branch: Branch, content: Hashable) -> None:
-        """Forgets a branch that has become empty, and began with that content."""
-        parent = branch.parent
-        if parent is None:  # pragma: no cover - the root has no contents
-            return
-        others = parent.forks[branch.fork]
-        del others[content]
-        if not others:
+        And the branch itself, if none are left, and so on with the one that it leaves.
+        """
+        while branch.parent is not None:
+            ids, forks = branch.block_ids, branch.forks
+            while ids and not ids[-1] and len(ids) - 1 not in forks:
+                ids.pop()
+                branch.contents.pop()
+            if ids:
+                return
+            parent = branch.parent
+            siblings = parent.forks[branch.fork]
+            del siblings[branch.first]
+            if siblings:
+                return
             del parent.forks[branch.fork]
-            if parent.parent is not None:
-                self._trim(parent)
+            branch = parent

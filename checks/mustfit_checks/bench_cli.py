@@ -36,6 +36,12 @@ from mustfit_impl import Config, ConfigError, RequestError
     default=20,
     help="So many of the requests for the comparison with the specification, which is slow.",
 )
+@click.option(
+    "--gate",
+    type=click.Choice(["on", "off"]),
+    default="on",
+    help="Whether a request is admitted only if all of it fits (scheduler_reserve_full_isl).",
+)
 @click.option("--repeats", type=click.IntRange(1), default=3, help="The median of them counts.")
 @click.option(
     "--vllm",
@@ -68,6 +74,7 @@ def bench(
     token_us: int,
     limit: int | None,
     spec_requests: int,
+    gate: str,
     repeats: int,
     release: str,
     dynamo_python: Path | None,
@@ -87,6 +94,7 @@ def bench(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            scheduler_reserve_full_isl=gate == "on",
         )
     except ConfigError as error:
         fail(str(error), as_json=as_json)

@@ -261,7 +261,7 @@ class Twins:
 def test_names_of_blocks_stand_for_their_tokens(revision: str) -> None:
     preempted = hit = 0
     for number in range(60):
-        twins = Twins(Random(f"{revision}/{number}"), revision)  # noqa: S311
+        twins = Twins(Random(f"{revision}/{number}"), revision)
         for request in range(12):
             # Ids of requests that have ended come again, and don't mean the same output.
             request_id = f"r{request % 8}"

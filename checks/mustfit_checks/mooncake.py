@@ -48,6 +48,7 @@ class Arrival:
         num_prompt_tokens: Its prompt, in tokens.
         max_tokens: Its output, in tokens.
         hash_ids: Names of its prompt's blocks, of the trace's block size.
+        trace: The file.
     """
 
     number: int
@@ -55,6 +56,12 @@ class Arrival:
     num_prompt_tokens: int
     max_tokens: int
     hash_ids: tuple[int, ...]
+    trace: str = attrs.field(default="trace", eq=False)
+
+    @property
+    def where(self) -> str:
+        """The line, to be found again."""
+        return f"{self.trace}:{self.number}"
 
     @property
     def request_id(self) -> str:
@@ -109,6 +116,7 @@ def read(
                 line.input_length,
                 line.output_length,
                 line.hash_ids,
+                name,
             )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import attrs
 
-from mustfit_checks.mooncake import Arrival, names_of_blocks
-from mustfit_impl import HashedRequest, RequestError, Scheduler, StepOutcome
+from mustfit_checks.mooncake import Arrival, TraceLineError, names_of_blocks
+from mustfit_impl import HashedRequest, Scheduler, StepOutcome
 
 #: More steps than are ever taken.
 ENDLESS = 1 << 62
@@ -66,36 +66,35 @@ class Timeline:
         self.samples: list[Sample] = []
         self._most = most
         self._merged = 1
-        self._pending: list[Sample] = []
+        self._pending: Sample | None = None
+        self._num_pending = 0
 
     def add(self, sample: Sample) -> None:
         """Notes a sample."""
-        self._pending.append(sample)
-        if len(self._pending) == self._merged:
-            self.samples.append(_merge(self._pending))
-            self._pending.clear()
+        self._pending = sample if self._pending is None else _merge(self._pending, sample)
+        self._num_pending += 1
+        if self._num_pending == self._merged:
+            self.finish()
             if len(self.samples) == self._most:
                 pairs = zip(self.samples[::2], self.samples[1::2], strict=True)
-                self.samples = [_merge(list(pair)) for pair in pairs]
+                self.samples = [_merge(first, second) for first, second in pairs]
                 self._merged *= 2
 
     def finish(self) -> None:
         """Nothing more comes."""
-        if self._pending:
-            self.samples.append(_merge(self._pending))
-            self._pending.clear()
+        if self._pending is not None:
+            self.samples.append(self._pending)
+            self._pending, self._num_pending = None, 0
 
 
-def _merge(samples: list[Sample]) -> Sample:
-    last = samples[-1]
-    if len(samples) == 1:
-        return last
+def _merge(first: Sample, second: Sample) -> Sample:
+    """One sample for two, when the second was taken."""
     return Sample(
-        last.at,
-        max(sample.used_blocks for sample in samples),
-        max(sample.running for sample in samples),
-        max(sample.waiting for sample in samples),
-        last.preemptions,
+        second.at,
+        max(first.used_blocks, second.used_blocks),
+        max(first.running, second.running),
+        max(first.waiting, second.waiting),
+        second.preemptions,
     )
 
 
@@ -171,8 +170,8 @@ class Replay:
         """Replays the requests, up to the end of the last, or until somebody starves.
 
         Raises:
-            RequestError: A request that the scheduler refuses; those before were replayed up to its
-                arrival.
+            TraceLineError: A line is no request, or one that is too long; those before were
+                replayed up to then.
         """
         started = time.perf_counter()
         try:
@@ -205,7 +204,14 @@ class Replay:
                 return
 
     def _add(self, arrival: Arrival) -> None:
-        self._scheduler.add_request(
+        scheduler = self._scheduler
+        longest = scheduler.config.max_model_len
+        if arrival.num_prompt_tokens >= longest:
+            raise TraceLineError(
+                f"{arrival.where}: input_length: {arrival.num_prompt_tokens} tokens leave none to "
+                f"sample; max_model_len is {longest}"
+            )
+        scheduler.add_request(
             HashedRequest(
                 request_id=arrival.request_id,
                 num_prompt_tokens=arrival.num_prompt_tokens,
@@ -213,7 +219,7 @@ class Replay:
                     arrival.hash_ids,
                     arrival.num_prompt_tokens,
                     self._trace_block_size,
-                    self._scheduler.config.block_size,
+                    scheduler.config.block_size,
                 ),
                 max_tokens=arrival.max_tokens,
             )
@@ -272,17 +278,6 @@ def replay(
     """Replays a trace to its end.
 
     Raises:
-        RequestError: A request that the scheduler refuses.
+        TraceLineError: A line is no request, or one that is too long.
     """
     return Replay(scheduler=scheduler, clock=clock, trace_block_size=trace_block_size).run(arrivals)
-
-
-__all__ = [
-    "Clock",
-    "Replay",
-    "Replayed",
-    "RequestError",
-    "Sample",
-    "Timeline",
-    "replay",
-]

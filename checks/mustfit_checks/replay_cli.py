@@ -15,7 +15,7 @@ from rich.table import Table
 from mustfit_checks.console import EXIT_CODES, PlainConsole, as_json, fail, progress
 from mustfit_checks.mooncake import TRACE_BLOCK_SIZE, TraceLineError, read
 from mustfit_checks.replay import Clock, Replay, Replayed, Timeline
-from mustfit_impl import NEWEST, REVISIONS, Config, ConfigError, RequestError, Scheduler
+from mustfit_impl import NEWEST, REVISIONS, Config, ConfigError, Scheduler
 
 Gate = Literal["on", "off"]
 
@@ -189,7 +189,7 @@ def _run(
             if all_at_once:
                 arrivals = (attrs.evolve(arrival, at=0) for arrival in arrivals)
             result = one.run(arrivals)
-    except (TraceLineError, RequestError) as error:
+    except TraceLineError as error:
         return str(error)
     except OSError as error:
         return f"cannot read {trace}: {error.strerror}"

@@ -143,7 +143,7 @@ def recorded(
     """What a replay of these requests does, and between which steps.
 
     Raises:
-        RequestError: A request that the scheduler refuses.
+        TraceLineError: A request is too long.
     """
     scheduler = _Recording(config=config)
     replay(iter(arrivals), scheduler=scheduler, clock=clock, trace_block_size=trace_block_size)

@@ -219,7 +219,7 @@ def _as_json(
 def _print(rows: list[Row], costs: list[Growth], faster: dict[str, float | None]) -> None:
     console = PlainConsole(emoji=False)
     table = Table(box=None)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in ("work", "seconds", "fastest", "steps", "µs a step", "peak MiB"):
         table.add_column(name, justify="right")
     for row in rows:

@@ -270,7 +270,7 @@ def test_the_keys_that_others_rely_on() -> None:
 def test_for_people() -> None:
     result = mustfit("--no-growth", "--limit", "10", "--spec-requests", "1")
     assert result.exit_code == 0
-    assert "without strides" in result.stdout
+    assert "no strides" in result.stdout
     assert "10 requests" in result.stdout
 
 

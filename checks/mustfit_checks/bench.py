@@ -20,9 +20,9 @@ RUNNERS = Path(__file__).parent
 
 #: The implementation without one of its tricks, to see what the trick buys.
 ABLATIONS = (
-    "impl without strides",
-    "impl without strides and decoders",
-    "impl without known refusals",
+    "impl, no strides",
+    "impl, no decoders",
+    "impl, no refusals kept",
 )
 
 Progress = Callable[[str], None]

@@ -220,14 +220,13 @@ def _print(rows: list[Row], costs: list[Growth], faster: dict[str, float | None]
     console = PlainConsole(emoji=False)
     table = Table(box=None)
     table.add_column("", no_wrap=True)
-    for name in ("work", "seconds", "fastest", "steps", "µs a step", "peak MiB"):
-        table.add_column(name, justify="right")
+    for name in ("work", "seconds", "steps", "µs a step", "peak MiB"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.name,
             row.work,
             f"{row.seconds:.4f}",
-            f"{row.fastest:.4f}",
             "" if row.steps is None else f"{row.steps:,}",
             "" if row.per_step_us is None else f"{row.per_step_us:.2f}",
             f"{row.peak_mib:.0f}",

@@ -100,11 +100,11 @@ DOES: dict[str, Callable[[Work, Note | None], float]] = {
     "impl": lambda work, note: on_impl(work, note, stride=1),
     "run": lambda work, note: on_impl(work, note, stride=None),
     **{
-        f"impl {name}": partial(on_impl, stride=1, kind=kind)
+        f"impl, {name}": partial(on_impl, stride=1, kind=kind)
         for name, kind in {
-            "without strides": WithoutStrides,
-            "without strides and decoders": WithoutDecoders,
-            "without known refusals": WithoutRefusals,
+            "no strides": WithoutStrides,
+            "no decoders": WithoutDecoders,
+            "no refusals kept": WithoutRefusals,
         }.items()
     },
 }

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from random import Random
 from typing import Any, Protocol
 
 import attrs
@@ -34,7 +35,8 @@ from hypothesis.stateful import (
 from mustfit_impl import Run, Scheduler, StepOutcome
 from mustfit_impl.block_pool import BlockPool
 from mustfit_impl.prefix_cache import Branch, Hit, PrefixCache
-from mustfit_impl.request import Request
+from mustfit_impl.queues import PriorityQueue
+from mustfit_impl.request import Request, request_of
 from mustfit_spec import (
     REVISIONS,
     Config,
@@ -80,9 +82,19 @@ class Machines(Protocol):
 # --- What is drawn ----------------------------------------------------------------------------
 
 
+#: What a configuration is made for. What has to come together for a rule seldom does by chance:
+#: several run, and there are fewer tokens than that; or somebody gets none any more, its sequence
+#: being at the model's end, until another takes its blocks.
+AIMS = (
+    *("anything",) * 6,
+    "too few tokens",
+    *("beyond the model",) * 2,
+)
+
+
 @st.composite
-def configs(draw: st.DrawFn, lacks: frozenset[str]) -> Config:
-    """Every field the revision has; pools in which one long sequence fits, or just doesn't."""
+def fields_of_configs(draw: st.DrawFn, aim: str) -> dict[str, Any]:
+    """Every field there is; pools in which one long sequence fits, or just doesn't."""
 
     def one_in(number: int) -> bool:
         return draw(st.integers(1, number)) == number
@@ -91,13 +103,13 @@ def configs(draw: st.DrawFn, lacks: frozenset[str]) -> Config:
     model_blocks = draw(st.integers(3, 7))
     max_model_len = max(2, model_blocks * block_size + draw(st.integers(-1, 1)))
     num_gpu_blocks = 1 + model_blocks + draw(st.integers(-1, 4))
-    max_num_seqs = 6 - draw(st.integers(1, 5))
-    budget = max_num_seqs + draw(st.integers(0, 3 * block_size))
-    if one_in(3):
-        budget += 2 * max_model_len
+    max_num_seqs = 6 - draw(st.integers(1, 5 if aim == "anything" else 3))
     chunked = not one_in(4)
-    if not chunked:
-        budget = max(budget, max_model_len)
+    budget = max_num_seqs + draw(st.integers(0, 3 * block_size))
+    budget = max(
+        budget + 2 * max_model_len * one_in(3),
+        0 if chunked else max_model_len,
+    )
     fields: dict[str, Any] = {
         "num_gpu_blocks": num_gpu_blocks,
         "block_size": block_size,
@@ -124,7 +136,43 @@ def configs(draw: st.DrawFn, lacks: frozenset[str]) -> Config:
         fields["watermark"] = min(0.9, blocks / num_gpu_blocks)
     if one_in(4):
         fields["num_lookahead_tokens"] = draw(st.integers(1, 2 * block_size))
-    return Config(**{name: value for name, value in fields.items() if name not in lacks})
+    if aim == "too few tokens":
+        fields["max_num_scheduled_tokens"] = max(1, max_num_seqs - draw(st.integers(-2, 2)))
+    if aim != "anything":
+        fields |= {"policy": "priority", "scheduler_reserve_full_isl": False}
+        fields["num_gpu_blocks"] = 1 + model_blocks + draw(st.integers(-1, 1))
+    return fields
+
+
+@st.composite
+def setups(draw: st.DrawFn, lacks: frozenset[str]) -> tuple[Config, bool]:
+    """A configuration of a revision's fields, and whether there may be prompts beyond the model."""
+    aim = draw(st.sampled_from(AIMS))
+    fields = draw(fields_of_configs(aim))
+    overlong = aim == "beyond the model" or draw(st.integers(1, 5)) == 5
+    return Config(**{name: fields[name] for name in fields.keys() - lacks}), overlong
+
+
+@st.composite
+def ends_of_requests(draw: st.DrawFn, num_sampled: int, *, past_the_end: bool) -> dict[str, Any]:
+    """What may end a request before its sampled tokens do."""
+
+    def one_in(number: int) -> bool:
+        return draw(st.integers(1, number)) == number
+
+    ends: dict[str, Any] = {}
+    if past_the_end:
+        ends["min_tokens"] = num_sampled
+    else:
+        if one_in(5):
+            ends["max_tokens"] = draw(st.integers(1, num_sampled))
+        if one_in(6):
+            ends["min_tokens"] = draw(st.integers(1, ends.get("max_tokens", num_sampled)))
+    if one_in(6):
+        ends["eos_token_id"] = draw(st.integers(0, 2))
+    if one_in(8):
+        ends["stop_token_ids"] = (draw(st.integers(0, 2)),)
+    return ends
 
 
 @st.composite
@@ -156,16 +204,11 @@ def new_requests(
         # What somebody is going to have: its prefix hit grows while it waits.
         prompt = draw(st.sampled_from(others))[: config.max_model_len - 1]
     num_sampled = 1 + draw(st.integers(0, 5 * config.block_size))
-    ends: dict[str, Any] = {}
-    if one_in(5):
-        ends["max_tokens"] = draw(st.integers(1, num_sampled))
-    limit = ends.get("max_tokens", num_sampled)
-    if one_in(6):
-        ends["min_tokens"] = draw(st.integers(1, limit))
-    if one_in(6):
-        ends["eos_token_id"] = draw(st.integers(0, 2))
-    if one_in(8):
-        ends["stop_token_ids"] = (draw(st.integers(0, 2)),)
+    # Some go on where the model ends, and are given nothing to compute.
+    past_the_end = overlong and one_in(3)
+    if past_the_end:
+        num_sampled += config.max_model_len
+    ends = draw(ends_of_requests(num_sampled, past_the_end=past_the_end))
     if config.policy == "priority":
         ends["priority"] = draw(st.integers(0, 2))
         ends["arrival_time"] = draw(st.integers(0, 1))
@@ -188,13 +231,13 @@ def tuple_of(content: Hashable) -> tuple[object, ...]:
     return content
 
 
-def tree_of(scheduler: Scheduler) -> dict[Path, tuple[int, ...]]:
+def tree_of(cache: PrefixCache) -> dict[Path, tuple[int, ...]]:
     """Every content in the prefix tree, from the sequence's start, and the blocks cached with it.
 
     The blocks are in the order in which lookups find them.
     """
     found: dict[Path, tuple[int, ...]] = {}
-    root, _ = scheduler._pool.cache.root
+    root, _ = cache.root
     left: list[tuple[Branch, Path]] = [(root, ())]
     while left:
         branch, before = left.pop()
@@ -240,7 +283,7 @@ def internals(scheduler: Scheduler) -> tuple[object, ...]:
         tuple(pool.ref_cnt),
         tuple(pool.free),
         (tuple(cache.branch_of), tuple(cache.place_of)),
-        tree_of(scheduler),
+        tree_of(cache),
     )
 
 
@@ -315,23 +358,52 @@ def check_blocks(scheduler: Scheduler) -> None:
     assert pool.ref_cnt == [held[block_id] for block_id in range(len(pool.ref_cnt))]
 
 
-def check_tree(scheduler: Scheduler, state: State) -> None:
-    """The prefix tree holds what the cached blocks need, and nothing else."""
-    cache = scheduler._pool.cache
+def check_tree(cache: PrefixCache) -> dict[Path, tuple[int, ...]]:
+    """The prefix tree, which holds what the cached blocks need, and nothing else."""
     needed: set[Path] = set()
     cached: list[int] = []
-    found = tree_of(scheduler)
+    found = tree_of(cache)
     for path, block_ids in found.items():
         cached += block_ids
-        tokens: tuple[object, ...] = sum(map(tuple_of, path), start=())
         for block_id in block_ids:
-            assert state.blocks[block_id].block_hash == tokens
             branch = cache.branch_of[block_id]
             assert branch is not None
             assert branch.contents[cache.place_of[block_id]] == path[-1]
             needed |= {path[:end] for end in range(1, len(path) + 1)}
     assert {*found} == needed, "a content that no cached block has or begins with"
     assert sorted(cached) == [b for b, branch in enumerate(cache.branch_of) if branch is not None]
+    return found
+
+
+def check_contents(scheduler: Scheduler, state: State) -> None:
+    """Each block is cached with the tokens that the specification says it holds."""
+    for path, block_ids in check_tree(scheduler._pool.cache).items():
+        tokens: tuple[object, ...] = sum(map(tuple_of, path), start=())
+        assert all(state.blocks[block_id].block_hash == tokens for block_id in block_ids)
+
+
+def check_refusal(scheduler: Scheduler, spec: Spec, state: State) -> None:
+    """Whoever needn't be tried again would be refused again, with whatever budget."""
+    request = scheduler._refused
+    if request is None or scheduler._requests.get(request.request_id) is not request:
+        return
+    if request.running:
+        return
+    pool, cache = scheduler._pool, scheduler._pool.cache
+    moved = pool.changes if scheduler._refused_limits else pool.releases
+    if scheduler._refused_cache == cache.changes and scheduler._refused_pool == moved:
+        # It has waited since, and nothing has changed its hit: it is the one that was found then.
+        hit = spec.get_computed_blocks(state, state.request(request.request_id))
+        assert cache._watched_hit == frozenset(hit)
+    most = spec.token_budget()
+    for budget in {1, 2, (most + 1) // 2, max(most - len(state.running), 1), most}:
+        if scheduler._is_known_to_be_refused(request, budget):
+            step = Step(
+                state=state,
+                token_budget=budget,
+                long_prefill_token_threshold=spec.long_prefill_token_threshold(state),
+            )
+            assert spec.try_to_admit(step, state.request(request.request_id)) is None
 
 
 def check_requests(scheduler: Scheduler, state: State) -> None:
@@ -404,12 +476,15 @@ class Machine(RuleBasedStateMachine):
     config: Config
     overlong = False
     failed = False
+    recomputed = 0
 
     def begin(self, config: Config, *, overlong: bool) -> None:
         self.config = config
         self.overlong = overlong
         self.spec = self.spec_class(config)
         self.state = initial_state(config)
+        # For each live request, most tokens that were computed when it was preempted.
+        self.reached: Counter[str] = Counter()
         self.impl, self.strided = (
             type(self).make(config=config, revision=self.revision, refuse_overlong=False)
             for _ in range(2)
@@ -477,6 +552,7 @@ class Machine(RuleBasedStateMachine):
     def abort(self, name: str) -> None:
         there = self.state.has(name)
         self.state = self.spec.abort(self.state, name)
+        del self.reached[name]
         assert self.impl.abort(name) == there
         assert self.strided.abort(name) == there
         self.counts["aborts"] += there
@@ -485,6 +561,8 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not self.failed and self.state.cached_block_ids)
     @rule(reset_running_requests=st.booleans())
     def reset_prefix_cache(self, *, reset_running_requests: bool) -> None:
+        if reset_running_requests:
+            self.note_preemptions(self.state, self.state.running)
         self.state = self.spec.reset_prefix_cache(
             self.state, reset_running_requests=reset_running_requests
         )
@@ -545,18 +623,33 @@ class Machine(RuleBasedStateMachine):
             assert self.state == before
             assert internals(self.impl) == inside, "a step without anything in it left a trace"
             self.counts["idle steps with somebody waiting"] += bool(before.waiting)
+        self.note_preemptions(before, outcome.preempted)
+        for name, chunk in outcome.num_scheduled_tokens.items():
+            start = outcome.num_cached_tokens.get(name, before.request(name).num_computed_tokens)
+            again = max(min(start + chunk, self.reached[name]) - start, 0)
+            self.recomputed += again
+            self.counts["tokens computed again"] += again
+        for name in outcome.finished:
+            del self.reached[name]
         self.counts["steps"] += 1
         self.counts["preemptions"] += len(outcome.preempted)
         self.counts["ends"] += len(outcome.finished)
         return trace
+
+    def note_preemptions(self, before: State, preempted: Iterable[str]) -> None:
+        for name in preempted:
+            computed = before.request(name).num_computed_tokens
+            self.reached[name] = max(self.reached[name], computed)
 
     @invariant()
     @precondition(lambda self: not self.failed)
     def nothing_is_lost(self) -> None:
         for scheduler in (self.impl, self.strided):
             check_blocks(scheduler)
-            check_tree(scheduler, self.state)
+            check_contents(scheduler, self.state)
             check_requests(scheduler, self.state)
+            check_refusal(scheduler, self.spec, self.state)
+            assert scheduler.num_recomputed_tokens == self.recomputed
 
 
 def machine_of(revision: str, implementation: Factory = Scheduler) -> type[Machine]:
@@ -565,8 +658,9 @@ def machine_of(revision: str, implementation: Factory = Scheduler) -> type[Machi
     tally: Counter[str] = Counter()
 
     class OfRevision(Machine):
-        @initialize(config=configs(spec.lacks), overlong=st.integers(1, 5).map(lambda n: n == 5))
-        def configure(self, *, config: Config, overlong: bool) -> None:
+        @initialize(setup=setups(spec.lacks))
+        def configure(self, setup: tuple[Config, bool]) -> None:
+            config, overlong = setup
             self.begin(config, overlong=overlong)
 
     OfRevision.spec_class = watched_spec(spec)
@@ -595,6 +689,7 @@ HAPPENED = (
     "admissions that hit",
     "admissions that hit inactive blocks",
     "refusals",
+    "tokens computed again",
     "idle steps with somebody waiting",
     "strides of several steps",
     "strides over several states",
@@ -638,6 +733,121 @@ def test_a_run_is_made_again_from_its_seed() -> None:
     for machine, from_seed in ((first, 7), (again, 7), (other, 8)):
         run_machine(machine, "machines-quick", from_seed=from_seed, max_examples=20)
     assert first.counts == again.counts != other.counts
+
+
+# --- Parts by themselves ----------------------------------------------------------------------
+
+
+class CacheBeside:
+    """The prefix cache beside a list of what is cached, under operations at random.
+
+    So few contents that sequences part and meet, blocks of equal content pile up, and those in the
+    middle go before the others.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.random = Random(number)
+        self.num_blocks = self.random.randint(3, 14)
+        self.cache = PrefixCache(self.num_blocks + 1)
+        self.cached: dict[int, Path] = {}
+        self.watch()
+
+    def path(self, most: int) -> Path:
+        return tuple(self.random.choices("aab", k=self.random.randint(0, most)))
+
+    def hit(self, path: Path) -> list[int]:
+        """The blocks of a prefix, looked up the long way."""
+        hit: list[int] = []
+        for end in range(1, len(path) + 1):
+            block_ids = [b for b, content in self.cached.items() if content == path[:end]]
+            if not block_ids:
+                break
+            hit.append(block_ids[0])
+        return hit
+
+    def watch(self) -> None:
+        self.watched = self.path(6)
+        hit = self.cache.find(self.watched)
+        self.cache.watch(hit)
+        self.watched_hit = hit[0]
+        self.changes = self.cache.changes
+
+    def enter(self) -> None:
+        free = [b for b in range(1, self.num_blocks + 1) if b not in self.cached]
+        before, after = self.path(3), (*self.path(3), self.random.choice("ab"))
+        block_ids = self.random.sample(free, k=len(free))[: len(after)]
+        if not block_ids:
+            return
+        after = after[: len(block_ids)]
+        position = self.cache.enter(
+            self.cache.follow(self.cache.root, before), list(after), block_ids
+        )
+        assert position == self.cache.follow(self.cache.root, before + after)
+        for end, block_id in enumerate(block_ids, start=1):
+            self.cached[block_id] = before + after[:end]
+
+    def forget(self) -> None:
+        everybody = list(range(1, self.num_blocks + 1))
+        block_ids = self.random.sample(everybody, k=self.random.randint(1, 4) % len(everybody))
+        self.cache.forget(block_ids)
+        for block_id in block_ids:
+            self.cached.pop(block_id, None)
+
+    def clear(self) -> None:
+        self.cache.clear(self.num_blocks + 1)
+        self.cached.clear()
+        self.watch()
+
+    def check(self) -> None:
+        blocks: dict[Path, tuple[int, ...]] = {}
+        for block_id, path in self.cached.items():
+            blocks[path] = (*blocks.get(path, ()), block_id)
+        assert {path: b for path, b in check_tree(self.cache).items() if b} == blocks
+        sought = self.path(6)
+        assert self.cache.find(sought)[0] == self.hit(sought)
+        # What is watched has changed if and only if that was counted.
+        changed = self.hit(self.watched) != self.watched_hit
+        assert changed == (self.cache.changes != self.changes)
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_the_prefix_cache_by_itself(number: int) -> None:
+    beside = CacheBeside(number)
+    for _ in range(80):
+        kinds = (beside.enter, beside.forget, beside.watch, beside.clear)
+        beside.random.choices(kinds, weights=(10, 10, 5, 0.4))[0]()
+        beside.check()
+        if beside.cache.changes != beside.changes:
+            beside.watch()
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_the_priority_queue_by_itself(number: int) -> None:
+    random = Random(number)
+    queue, waiting = PriorityQueue(), list[Request]()
+    for _ in range(200):
+        names = {request.request_id for request in waiting}
+        if random.random() < (0.7 if len(waiting) < 4 else 0.4) and len(names) < len(NAMES):
+            given = NewRequest(
+                request_id=random.choice([name for name in NAMES if name not in names]),
+                prompt_token_ids=(0,),
+                sampled_token_ids=(0,),
+                priority=random.randint(0, 2),
+                arrival_time=random.randint(0, 1),
+            )
+            request = request_of(given, block_size=1, max_model_len=2, min_tokens_counts=True)
+            waiting.append(request)
+            (queue.add if random.random() < 0.5 else queue.requeue)(request)
+        elif waiting:
+            # Mostly the head, as in admissions; or somebody else, as in aborts.
+            request = random.choice(waiting) if random.random() < 0.4 else queue.head()
+            waiting.remove(request)
+            queue.remove(request)
+        waiting.sort(key=lambda request: request.priority_key)
+        assert list(queue) == waiting
+        assert len(queue) == len(waiting)
+        assert not waiting or queue.head() is waiting[0]
+        assert len(queue._heap) <= 2 * len(waiting) + 1
 
 
 # --- What the machine is worth ----------------------------------------------------------------

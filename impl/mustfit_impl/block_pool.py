@@ -26,14 +26,12 @@ class BlockPool:
         free: The free queue, next to be handed out first.
         cache: The prefix cache.
         num_blocks: Blocks that can be handed out.
-        changes: Grows whenever a block is handed out or comes back.
         releases: Grows whenever blocks come back.
     """
 
     __slots__ = (
         "_all_freed_to_tail",
         "cache",
-        "changes",
         "free",
         "num_blocks",
         "ref_cnt",
@@ -47,7 +45,6 @@ class BlockPool:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_gpu_blocks))
         self.cache = PrefixCache(num_gpu_blocks)
         self.num_blocks = num_gpu_blocks - 1
-        self.changes = 0
         self.releases = 0
         self._all_freed_to_tail = freed_to_head == "none" or (
             freed_to_head == "uncached if prefixes are cached" and not enable_prefix_caching
@@ -55,7 +52,6 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """So many blocks from the head of the free queue; the cache forgets what they held."""
-        self.changes += 1
         popitem, ref_cnt = self.free.popitem, self.ref_cnt
         # By name, the argument would take half as long again.
         taken = [popitem(False)[0] for _ in range(count)]  # noqa: FBT003
@@ -66,7 +62,6 @@ class BlockPool:
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """Blocks that a lookup found get one holder more each, and leave the free queue."""
-        self.changes += 1
         ref_cnt, free = self.ref_cnt, self.free
         for block_id in block_ids:
             if not ref_cnt[block_id]:
@@ -75,7 +70,6 @@ class BlockPool:
 
     def put_back(self, block_ids: Sequence[int]) -> None:
         """One holder fewer each; those that nobody holds any more become free, in this order."""
-        self.changes += 1
         self.releases += 1
         ref_cnt, free, branch_of = self.ref_cnt, self.free, self.cache.branch_of
         to_head: list[int] = []
@@ -94,6 +88,5 @@ class BlockPool:
         """Empties the cache, if nobody holds a block. Whether it did."""
         if len(self.free) < self.num_blocks:
             return False
-        self.changes += 1
         self.cache.clear(len(self.ref_cnt))
         return True

@@ -117,13 +117,6 @@ class PrefixCache:
         block_ids, self._watched_end, self._watched_missing = hit
         self._watched_hit = frozenset(block_ids)
 
-    def follow(self, position: Position, contents: Sequence[Hashable]) -> Position:
-        """Where the contents stand that follow; they are entered where they are not there yet."""
-        branch, place = position
-        for content in contents:
-            branch, place = self._step(branch, place, content)
-        return branch, place
-
     def enter(
         self, position: Position, contents: Sequence[Hashable], block_ids: Sequence[int]
     ) -> Position:

@@ -58,9 +58,8 @@ class Request:
         num_tokens: Tokens known: the prompt and all output so far.
         num_computed_tokens: Tokens whose keys and values are in its blocks.
         block_ids: Its block table.
-        num_cached_blocks: How many of these, from the start, count as cached.
+        num_cached_blocks: How many of these, from the start, are in the prefix cache.
         tail: Where the content of its last cached block stands in the prefix cache, if it has any.
-        num_to_tail: Blocks up to there: ``num_cached_blocks``, but for those it never held.
         running: Whether it is in ``running``.
         finish_at: ``num_tokens`` with which it ends.
         finish_reason: Why it ends then.
@@ -80,7 +79,6 @@ class Request:
         "num_hit_tokens",
         "num_prompt_tokens",
         "num_reached_tokens",
-        "num_to_tail",
         "num_tokens",
         "priority_key",
         "request_id",
@@ -100,7 +98,6 @@ class Request:
         self.block_ids: list[int] = []
         self.num_cached_blocks = 0
         self.tail: Position | None = None
-        self.num_to_tail = 0
         self.running = False
         self.finish_at = NEVER
         self.finish_reason: FinishReason = "length"

@@ -85,11 +85,11 @@ class Scheduler:
             freed_to_head=semantics.freed_to_head,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        # Who was refused last, by what limits, and how much had changed by then.
+        # Who was refused last, with what limits, and how much had happened by then.
         self._refused: Request | None = None
         self._refused_limits: tuple[int, int] | None = None
         self._refused_cache = 0
-        self._refused_pool = 0
+        self._refused_releases = 0
 
         # What a step reads, out of the configuration and of the semantics.
         self._block_size = config.block_size
@@ -316,7 +316,7 @@ class Scheduler:
         num_running = len(self._running)
         left = self._token_budget - num_running
         if left <= 0 or not self._waiting or num_running >= self._seats:
-            return left < 0
+            return False
         return not self._is_known_to_be_refused(self._waiting.head(), left)
 
     def _step_of_decoders(self) -> StepOutcome | None:
@@ -341,8 +341,7 @@ class Scheduler:
         changes = self._pool.cache.changes
         for request, count in zip(due, counts, strict=True):
             self._take(request, 1, count)
-        # What nobody waits for, or the gate refused, can only be let in by what was cached.
-        if (self._refused_limits or changes != self._pool.cache.changes) and self._may_admit():
+        if changes != self._pool.cache.changes and self._may_admit():
             # For what was just cached, or evicted. Nobody takes anything a second time.
             self._others = due
             return None
@@ -433,8 +432,6 @@ class Scheduler:
                 if self._running[place:] != others[place:]:
                     return None
                 chunk = budget
-            if chunk < 0:
-                return None
             if not chunk:
                 continue
             count = self._blocks_wanted(request, chunk)
@@ -518,10 +515,7 @@ class Scheduler:
 
     def _blocks_wanted(self, request: Request, chunk: int) -> int:
         """Blocks that a running request lacks for a chunk."""
-        slots = request.num_computed_tokens
-        if slots > self._max_model_len:
-            slots = self._max_model_len
-        slots += chunk + self._lookahead
+        slots = request.num_computed_tokens + chunk + self._lookahead
         if slots > self._max_model_len:
             slots = self._max_model_len
         count = -(-slots // self._block_size) - len(request.block_ids)
@@ -539,10 +533,7 @@ class Scheduler:
         """So many blocks for a running request's chunk, if any; those that it fills are cached."""
         if count:
             request.block_ids += self._pool.take(count)
-        computed = request.num_computed_tokens
-        if computed > self._max_model_len:
-            computed = self._max_model_len
-        self._cache(request, computed + chunk)
+        self._cache(request, request.num_computed_tokens + chunk)
 
     def _victim(self) -> int:
         """The place in ``running`` of whom to preempt."""
@@ -560,7 +551,7 @@ class Scheduler:
         self._num_recomputed_tokens += request.num_recomputed_tokens()
         if request.num_computed_tokens > request.num_reached_tokens:
             request.num_reached_tokens = request.num_computed_tokens
-        request.num_computed_tokens = request.num_hit_tokens = 0
+        request.num_computed_tokens = 0
         request.running = False
         self._waiting.requeue(request)
 
@@ -583,8 +574,6 @@ class Scheduler:
         free = self._free_for(hit_ids)
         if self._gate and self._blocks(request.num_tokens, num_hit) > free:
             return self._refuse(request, hit, None)
-        if computed > self._max_model_len:
-            computed = self._max_model_len
         required = self._blocks(computed + chunk + self._admission_lookahead, num_hit)
         if required > free:
             return self._refuse(request, hit, (budget, threshold))
@@ -593,9 +582,9 @@ class Scheduler:
         if required > num_hit:
             request.block_ids += pool.take(required - num_hit)
         request.tail = hit[1]
-        request.num_to_tail = request.num_cached_blocks = num_hit
+        request.num_cached_blocks = num_hit
         self._cache(request, computed + chunk)
-        request.num_computed_tokens = request.num_hit_tokens = num_hit * self._block_size
+        request.num_computed_tokens = request.num_hit_tokens = computed
         request.running = True
         self._waiting.remove(request)
         self._running.append(request)
@@ -623,7 +612,7 @@ class Scheduler:
         self._refused = request
         self._refused_limits = limits
         self._refused_cache = pool.cache.changes
-        self._refused_pool = pool.changes if limits else pool.releases
+        self._refused_releases = pool.releases
         return 0
 
     def _blocks(self, num_tokens: int, num_hit: int) -> int:
@@ -636,17 +625,16 @@ class Scheduler:
     def _is_known_to_be_refused(self, request: Request, budget: int) -> bool:
         """Whether it was refused before, and nothing has happened since that could change that.
 
-        Refused by the gate, a request is refused until blocks are released or its hit changes,
-        however few tokens it is to compute; refused for its chunk, until any block changes hands.
+        It lacks as many blocks as before, or more, until some are released or its hit changes. The
+        gate doesn't ask how many tokens it is to compute; where its chunk didn't fit, they count.
         """
-        if self._refused is not request:
-            return False
         pool, limits = self._pool, self._refused_limits
-        if self._refused_cache != pool.cache.changes:
-            return False
-        if limits is None:
-            return self._refused_pool == pool.releases
-        return self._refused_pool == pool.changes and limits == (budget, self._threshold())
+        return (
+            self._refused is request
+            and self._refused_cache == pool.cache.changes
+            and self._refused_releases == pool.releases
+            and (limits is None or limits == (budget, self._threshold()))
+        )
 
     def _lookup(self, request: Request) -> Hit:
         """A request's prefix hit."""
@@ -655,22 +643,16 @@ class Scheduler:
 
     def _cache(self, request: Request, num_tokens: int) -> None:
         """Of a request's blocks, those filled by so many tokens enter the prefix cache."""
-        if num_tokens > request.num_tokens:
-            num_tokens = request.num_tokens
-        num_full = num_tokens // self._block_size
         start = request.num_cached_blocks
-        if num_full <= start or not self._caches:
-            return
-        end = min(num_full, len(request.block_ids))
-        request.num_cached_blocks = num_full
-        if start >= end:
+        # A prompt may be longer than the model, which has no blocks for the rest.
+        end = min(num_tokens // self._block_size, len(request.block_ids))
+        if end <= start or not self._caches:
             return
         cache = self._pool.cache
-        tail = request.tail or cache.root
-        if request.num_to_tail < start:
-            tail = cache.follow(tail, request.contents(request.num_to_tail, start))
-        request.tail = cache.enter(tail, request.contents(start, end), request.block_ids[start:end])
-        request.num_to_tail = end
+        request.tail = cache.enter(
+            request.tail or cache.root, request.contents(start, end), request.block_ids[start:end]
+        )
+        request.num_cached_blocks = end
 
     def _assert(self, scheduled: Mapping[Request, int], budget: int) -> None:
         """Fails where vLLM's own assertions do, which only negative chunks can lead to."""
@@ -746,8 +728,7 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         """A request that ends gives up its blocks and is forgotten."""
         self._free(request)
-        if request.num_reached_tokens:
-            self._num_recomputed_tokens += request.num_recomputed_tokens()
+        self._num_recomputed_tokens += request.num_recomputed_tokens()
         request.running = False
         del self._requests[request.request_id]
 
@@ -757,5 +738,4 @@ class Scheduler:
             self._pool.put_back(request.block_ids[::-1])
             request.block_ids = []
         request.tail = None
-        request.num_to_tail = 0
         request.num_cached_blocks = 0

@@ -32,6 +32,8 @@ from mustfit_checks.vllm_setup import (
     source_tree,
 )
 from mustfit_checks.what import What, start
+from mustfit_impl import run as run_impl
+from mustfit_impl import run_in_strides
 from mustfit_spec import REVISIONS, Scenario, Trace, run
 
 DEFAULT_RELEASES = "0.22.1,0.33.0"
@@ -167,19 +169,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs tests once for each scheduler that they are about.
 
     One that takes ``vllm_release``: for every release that was asked for. One that takes ``ask``
-    and ``release``: for every revision of the specification, and for these releases.
+    and ``release``: for every revision of the specification and of the implementation, and for
+    these releases.
     """
     # With none at all a test still appears, to be skipped with a message.
     asked = releases(metafunc.config) or ("none",)
     if "vllm_release" in metafunc.fixturenames:
         metafunc.parametrize("vllm_release", asked)
     if "subject" in metafunc.fixturenames:
-        spec = [pytest.param(("spec", name), id=f"spec-{name}") for name in REVISIONS]
+        ours = [
+            pytest.param((kind, name), id=f"{kind}-{name}") for kind in OURS for name in REVISIONS
+        ]
         real = [
             pytest.param(("vllm", name), id=f"vllm-{name}", marks=pytest.mark.vllm)
             for name in asked
         ]
-        metafunc.parametrize("subject", [*spec, *real], indirect=True)
+        metafunc.parametrize("subject", [*ours, *real], indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -262,9 +267,17 @@ def vllm(install: Install) -> Iterator[Vllm]:
         sut.close()
 
 
+#: Who answers to every revision.
+OURS: dict[str, Callable[[Scenario, str], Trace]] = {
+    "spec": lambda scenario, name: run(scenario, REVISIONS[name](scenario.config)),
+    "impl": lambda scenario, name: run_impl(scenario, revision=name),
+    "strides": lambda scenario, name: run_in_strides(scenario, revision=name).expand(),
+}
+
+
 @pytest.fixture
 def subject(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Who is asked: ``spec`` or ``vllm``, and which revision or release."""
+    """Who is asked: one of ``OURS`` or ``vllm``, and which revision or release."""
     kind, name = request.param
     return str(kind), str(name)
 
@@ -277,9 +290,9 @@ def release(subject: tuple[str, str]) -> str:
 
 @pytest.fixture
 def ask(subject: tuple[str, str], request: pytest.FixtureRequest) -> Callable[[Scenario], Trace]:
-    """Runs a scenario on the specification or on the real scheduler."""
+    """Runs a scenario on the specification, the implementation or the real scheduler."""
     kind, name = subject
-    if kind == "spec":
-        return lambda scenario: run(scenario, REVISIONS[name](scenario.config))
+    if kind in OURS:
+        return lambda scenario: OURS[kind](scenario, name)
     real: Vllm = request.getfixturevalue("vllm")
     return real(name).ask

@@ -1,6 +1,7 @@
 """Where vLLM's scheduler contradicts itself (docs/semantics.md, "What contradicts itself").
 
-Each is a small case, run on every revision of the specification and on the real scheduler.
+Each is a small case, run on every revision of the specification and of the implementation, and on
+the real scheduler.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Two running requests, a tight pool, and a prompt that doesn't fit: what happens, step by step.
 
-The case that simulators of vLLM get wrong, and its sibling with a cached prefix. Each runs on every
-revision of the specification and on the real scheduler.
+The case that simulators of vLLM get wrong, its sibling with a cached prefix, and what seldom comes
+together by chance. Each runs on every revision of the specification and of the implementation, and
+on the real scheduler.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 import attrs
 import pytest
 
+from mustfit_checks.measured import order
 from mustfit_spec import Config, NewRequest, Operation, Scenario, StepTrace, Trace
 
 Ask = Callable[[Scenario], Trace]
@@ -233,3 +235,94 @@ def test_active_hits_do_not_count(ask: Ask, *, gate: bool) -> None:
     assert steps[2].block_ids["c"][:2] == (1, 2)
     # c holds p's first two blocks alone now, and the one that was free; all others are free.
     assert steps[2].num_free_blocks == 3
+
+
+def test_a_hit_that_grows_while_it_waits_lets_the_head_in(ask: Ask) -> None:
+    """c lacks one block, until a fills the one that c's prompt begins with, too."""
+    scenario = Scenario(
+        scenario_id="growing-hit",
+        config=attrs.evolve(CONFIG, num_gpu_blocks=5),
+        requests=(
+            NewRequest(
+                request_id="a", prompt_token_ids=(1, 2), sampled_token_ids=(3, 4, 5, 6, 7, 8)
+            ),
+            NewRequest(
+                request_id="c",
+                prompt_token_ids=(1, 2, 3, 4, *range(20, 30)),
+                sampled_token_ids=(9, 9),
+            ),
+        ),
+        operations=(add("a"), add("c"), STEP, STEP, STEP),
+    )
+    steps = steps_of(ask(scenario))
+    assert_nobody_preempted(steps)
+    # Four blocks for c, and three are free.
+    assert [step.num_scheduled_tokens for step in steps[:2]] == [{"a": 2}, {"a": 1}]
+    assert [step.num_free_blocks for step in steps[:2]] == [3, 3]
+    # a's fourth token fills its block; now c needs no more than the three that are free.
+    assert steps[2].num_scheduled_tokens == {"a": 1, "c": 10}
+    assert steps[2].num_cached_tokens == {"c": 4}
+    assert steps[2].num_free_blocks == 0
+
+
+# --- Budgets that don't go round ------------------------------------------------------------------
+
+
+def test_a_victim_s_tokens_are_scheduled_again(ask: Ask) -> None:
+    """By priority: a was scheduled one token, which d gets once a is preempted for c."""
+    scenario = Scenario(
+        scenario_id="refund",
+        config=attrs.evolve(
+            CONFIG,
+            num_gpu_blocks=5,
+            max_num_seqs=3,
+            max_num_batched_tokens=8,
+            long_prefill_token_threshold=4,
+            policy="priority",
+            scheduler_reserve_full_isl=False,
+        ),
+        requests=(
+            attrs.evolve(request("a", 5, 9), priority=9),
+            attrs.evolve(request("c", 12, 2), priority=1),
+            attrs.evolve(request("d", 12, 2), priority=2),
+        ),
+        operations=(add("a"), STEP, STEP, add("c"), add("d"), STEP, STEP),
+    )
+    steps = steps_of(ask(scenario))
+    assert steps[2].num_scheduled_tokens == {"a": 1, "c": 4, "d": 3}
+    assert steps[2].num_free_blocks == 0
+    assert steps[3].preempted == ("a",)
+    assert steps[3].num_scheduled_tokens == {"c": 4, "d": 4}
+
+
+def test_a_chunk_that_grows_leaves_nothing_for_those_behind(ask: Ask, release: str) -> None:
+    """The threshold is shared by all who are there: when most have gone, a takes the whole budget.
+
+    b decodes behind it, and gets nothing until a has its prompt. Where no threshold adapts, nothing
+    grows.
+    """
+    names = "abcdefg"
+    adapts = order(release) >= order("0.31.0")
+    scenario = Scenario(
+        scenario_id="growing-chunk",
+        config=attrs.evolve(
+            CONFIG,
+            num_gpu_blocks=20,
+            max_num_batched_tokens=16,
+            max_num_scheduled_tokens=8,
+            long_prefill_token_threshold=2,
+            long_prefill_token_threshold_adaptive=adapts,
+        ),
+        requests=(
+            request("a", 20, 3),
+            request("b", 1, 5),
+            *(request(name, 1, 1) for name in names[2:]),
+        ),
+        operations=(*(add(name) for name in names), *[STEP] * 4),
+    )
+    first, *others = steps_of(ask(scenario))
+    assert first.num_scheduled_tokens == {"a": 2, **dict.fromkeys(names[1:], 1)}
+    assert first.finished == tuple(names[2:])
+    assert [step.num_scheduled_tokens for step in others] == (
+        [{"a": 8}, {"a": 8}, {"a": 2, "b": 1}] if adapts else [{"a": 2, "b": 1}] * 3
+    )

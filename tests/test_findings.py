@@ -306,3 +306,42 @@ def test_a_negative_chunk_whose_owner_is_preempted_exceeds_the_budget(
         assert len(trace.steps) == 16
     else:
         assert trace.error is None
+
+
+def test_a_negative_chunk_lacks_no_blocks(ask: Ask, release: str) -> None:
+    """Up to 0.27.1: "long" is to compute -8 tokens, for which it holds a block too many.
+
+    That one isn't there for "two", which preempts it. A tie by priority and arrival is lost by
+    whoever has run longer.
+    """
+    trace = ask(
+        Scenario(
+            scenario_id="negative-blocks",
+            config=Config(
+                num_gpu_blocks=6,
+                block_size=4,
+                max_model_len=13,
+                max_num_seqs=2,
+                max_num_batched_tokens=24,
+                policy="priority",
+                scheduler_reserve_full_isl=False,
+            ),
+            requests=(
+                request("long", 20, 3, min_tokens=3),
+                request("two", 4, 4),
+            ),
+            operations=(add("long"), add("two"), STEP, STEP),
+        )
+    )
+    assert trace.error is None
+    first, second = trace.steps
+    assert first.num_scheduled_tokens == {"long": 20, "two": 4}
+    assert second.num_scheduled_tokens == {"two": 1}
+    if before(release, "0.29.0"):
+        assert first.num_free_blocks == 0
+        assert second.preempted == ("long",)
+        assert second.num_free_blocks == 3
+    else:
+        # It ended with its first token.
+        assert first.finished == ("long",)
+        assert second.preempted == ()

@@ -479,3 +479,14 @@ def test_the_prefix_tree_forgets_what_no_block_holds(shared: int) -> None:
     assert size_of(scheduler._pool.cache) == 39
     assert scheduler.reset_prefix_cache()
     assert size_of(scheduler._pool.cache) == 0
+
+
+def test_who_left_is_forgotten_though_its_next_block_was_far_off() -> None:
+    config = attrs.evolve(LARGE, block_size=10_000, num_gpu_blocks=10)
+    scheduler = Scheduler(config=config)
+    for number in range(1000):
+        scheduler.add_request(new_request(f"r{number}", outputs=5000))
+        scheduler.step()
+        assert scheduler.abort(f"r{number}")
+    assert scheduler.num_free_blocks == 9
+    assert len(scheduler._decoders._events) < 100

@@ -138,7 +138,7 @@ class PrefixCache:
         if position == self._watched_end and contents[0] == self._watched_missing:
             self.changes += 1
         # Nobody has gone on from here before, or not this way: all of them stand in one list.
-        if branch.parent is None or forks is not None:
+        if branch.parent is None:
             branch, place = self._fork(branch, place, contents[0]), -1
         branch.contents += contents
         branch.block_ids += block_ids
@@ -209,7 +209,7 @@ class PrefixCache:
         forks = branch.forks.get(place)
         if forks is not None and content in forks:
             return forks[content], 0
-        if following < len(branch.contents) or forks is not None or branch.parent is None:
+        if following < len(branch.contents) or branch.parent is None:
             branch, following = self._fork(branch, place, content), 0
         branch.contents.append(content)
         branch.block_ids.append(NULL_BLOCK)

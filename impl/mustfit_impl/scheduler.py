@@ -419,8 +419,6 @@ class Scheduler:
         """
         others = self._others
         budget = self._token_budget - self._decoders.size
-        if budget < 0:
-            return None
         if len(others) > 1:
             others.sort(key=self._running.index)
         free = len(self._pool.free)
@@ -516,9 +514,8 @@ class Scheduler:
     def _blocks_wanted(self, request: Request, chunk: int) -> int:
         """Blocks that a running request lacks for a chunk."""
         slots = request.num_computed_tokens + chunk + self._lookahead
-        if slots > self._max_model_len:
-            slots = self._max_model_len
-        count = -(-slots // self._block_size) - len(request.block_ids)
+        count = self._blocks(slots) - len(request.block_ids)
+        # A negative chunk lacks none.
         return count if count > 0 else 0
 
     def _allocate_running(self, request: Request, chunk: int) -> bool:
@@ -572,9 +569,9 @@ class Scheduler:
                 return self._refuse(request, hit, (budget, threshold))
             chunk = budget
         free = self._free_for(hit_ids)
-        if self._gate and self._blocks(request.num_tokens, num_hit) > free:
+        if self._gate and self._blocks(request.num_tokens) > free:
             return self._refuse(request, hit, None)
-        required = self._blocks(computed + chunk + self._admission_lookahead, num_hit)
+        required = self._blocks(computed + chunk + self._admission_lookahead)
         if required > free:
             return self._refuse(request, hit, (budget, threshold))
         pool.touch(hit_ids)
@@ -615,12 +612,11 @@ class Scheduler:
         self._refused_releases = pool.releases
         return 0
 
-    def _blocks(self, num_tokens: int, num_hit: int) -> int:
-        """Blocks for so many tokens, at most a model's, and not fewer than those that are hit."""
+    def _blocks(self, num_tokens: int) -> int:
+        """Blocks for so many tokens, at most a model's."""
         if num_tokens > self._max_model_len:
             num_tokens = self._max_model_len
-        count = -(-num_tokens // self._block_size)
-        return count if count > num_hit else num_hit
+        return -(-num_tokens // self._block_size)
 
     def _is_known_to_be_refused(self, request: Request, budget: int) -> bool:
         """Whether it was refused before, and nothing has happened since that could change that.

@@ -24,6 +24,7 @@ from mustfit_checks import show
 from mustfit_checks.bench_cli import bench
 from mustfit_checks.cases import save, save_scenario
 from mustfit_checks.console import EXIT_CODES, PlainConsole, as_json, fail, progress
+from mustfit_checks.explore_cli import explore
 from mustfit_checks.generate import scenarios
 from mustfit_checks.judge import BadScenario, Judge, Verdict
 from mustfit_checks.measured import UnknownRelease, measurements
@@ -393,6 +394,7 @@ def schema() -> None:
 
 main.add_command(replay)
 main.add_command(bench)
+main.add_command(explore)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,16 @@ Decisive = Callable[..., bool]
 
 def exercised(scenario: Scenario, revision: type[Scheduler]) -> tuple[Trace, frozenset[str]]:
     """What a revision does with a scenario, and the IDs of the rules that mattered."""
-    watched, notes = _watched(revision)  # type: ignore[arg-type]  # classes hash by identity
+    made, seen = watched(revision)
+    trace = run(scenario, made(scenario.config))
+    return trace, frozenset(seen)
+
+
+def watched(revision: type[Scheduler]) -> tuple[type[Scheduler], set[str]]:
+    """The revision, made to note the IDs of the rules that matter, and the set they are put in."""
+    made, notes = _watched(revision)  # type: ignore[arg-type]  # classes hash by identity
     notes.seen.clear()
-    trace = run(scenario, watched(scenario.config))
-    return trace, frozenset(notes.seen)
+    return made, notes.seen
 
 
 @attrs.define

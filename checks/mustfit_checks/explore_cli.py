@@ -1,0 +1,429 @@
+"""The command ``mustfit explore``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+from rich.table import Table
+
+import mustfit_impl
+import mustfit_spec
+from mustfit_checks import explore as explorer
+from mustfit_checks import invariants
+from mustfit_checks.cases import save_scenario
+from mustfit_checks.console import EXIT_CODES, PlainConsole, as_json, fail, progress
+from mustfit_checks.exercise import watched
+from mustfit_checks.explore import Explorer, Finding, Scope
+from mustfit_checks.measured import measurements, newest_release, revision_for
+from mustfit_checks.mutants import MUTANTS
+from mustfit_checks.scopes import DEFAULT, LARGE
+from mustfit_spec import ConfigError, Scheduler, rules_of
+
+SCOPES = {scope.name: scope for scope in (*DEFAULT, *LARGE)}
+SETS = {"default": DEFAULT, "large": LARGE}
+
+#: Seconds between two times that what was found is saved.
+SAVED_EVERY = 60.0
+#: States between two looks at the clock.
+LOOK_EVERY = 64
+#: Findings in a scope after which no more are looked for.
+MOST_FINDINGS = 10
+
+
+@attrs.frozen(kw_only=True)
+class Explored:
+    """What was found in a scope.
+
+    Attributes:
+        scope: Its name.
+        states: States that were reached.
+        transitions: Moves that were taken.
+        depth: Operations on the shortest way to the state that is furthest off.
+        complete: Whether there are no others.
+        findings: What is wrong.
+        seconds: How long it took.
+    """
+
+    scope: str
+    states: int
+    transitions: int
+    depth: int
+    complete: bool
+    findings: tuple[Finding, ...]
+    seconds: float
+
+
+@click.command(context_settings={"show_default": True})
+@click.option(
+    "--against",
+    metavar="RELEASE",
+    help="The vLLM release whose revision is explored. [default: the newest measured]",
+)
+@click.option(
+    "--scope",
+    "names",
+    multiple=True,
+    default=("default",),
+    help="`default`, `large`, or the name of one of theirs; may be given more than once.",
+)
+@click.option("--max-depth", type=click.IntRange(1), help="Only so many operations.")
+@click.option(
+    "--mutant",
+    metavar="NAME",
+    help="Explore a wrong scheduler in the specification's place; `mustfit mutants` lists them.",
+)
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Keep what was found in this file, and go on from there if it exists.",
+)
+@click.option(
+    "--cases",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("mustfit-cases"),
+    help="Where the ways to what is wrong are saved.",
+)
+@as_json
+def explore(
+    *,
+    against: str | None,
+    names: tuple[str, ...],
+    max_depth: int | None,
+    mutant: str | None,
+    checkpoint: Path | None,
+    folder: Path,
+    as_json: bool,
+) -> None:
+    """Reach every state of a small scope, on the specification and the implementation at once.
+
+    Every sequence of operations is taken: additions, steps, aborts, resets. Exit 0: they agree and
+    keep their promises; 1: they don't, with the shortest way there; 2: it could not be decided.
+    """
+    try:
+        release, revision, scheduler = _asked(against, mutant)
+    except ValueError as error:
+        fail(str(error), as_json=as_json)
+    scopes, lacking = _scopes(names, scheduler, as_json=as_json)
+    kept = _Kept(checkpoint, (revision, mutant, max_depth, tuple(s.name for s in scopes)))
+    try:
+        kept.load()
+    except (OSError, CheckpointError) as error:
+        fail(str(error), as_json=as_json)
+    observed, seen = watched(scheduler)
+    seen |= kept.seen
+    interrupted = False
+    with progress(None, what="states") as (say, advance):
+        try:
+            for scope in scopes:
+                if scope.name not in kept.done:
+                    say(f"exploring {scope.name}")
+                    made = Explorer(scope=scope, revision=revision, scheduler=observed)
+                    _explore(made, kept, seen, max_depth, advance)
+        except KeyboardInterrupt:
+            interrupted = True
+    results = tuple(kept.done.values())
+    files = _save(results, folder, as_json=as_json)
+    never = sorted(rules_of(scheduler).keys() - seen) if mutant is None else []
+    repeat = _repeat(release, names, max_depth, mutant)
+    if as_json:
+        click.echo(json.dumps(_as_json(revision, scopes, results, files, never)))
+    else:
+        _show(revision, results, files, lacking, never, repeat)
+    if interrupted:
+        left = len(scopes) - sum(result.complete for result in results)
+        where = f"; --checkpoint {checkpoint} goes on from here" if checkpoint else ""
+        fail(f"interrupted with {left} of {len(scopes)} scopes to go{where}")
+    sys.exit(EXIT_CODES["divergent" if any(r.findings for r in results) else "conformant"])
+
+
+def _asked(against: str | None, mutant: str | None) -> tuple[str, str, type[Scheduler]]:
+    """A release, its revision, and that or the wrong scheduler that was asked for.
+
+    Raises:
+        ValueError: There is no such release, or no such mutant of it.
+    """
+    release = (against or newest_release()).removeprefix("v")
+    scheduler = revision_for(release)
+    revision = measurements()[release].revision
+    if mutant is None:
+        return release, revision, scheduler
+    if mutant not in MUTANTS:
+        raise ValueError(f"there is no mutant {mutant!r}; `mustfit mutants` lists them")
+    if not MUTANTS[mutant].exists_in(revision):
+        raise ValueError(f"mutant {mutant!r} isn't wrong in revision {revision}")
+    return release, revision, MUTANTS[mutant].of(revision)
+
+
+def _scopes(
+    names: tuple[str, ...], scheduler: type[Scheduler], *, as_json: bool
+) -> tuple[list[Scope], list[str]]:
+    """The scopes that were asked for; and those of sets that the revision doesn't have."""
+    scopes: dict[str, Scope] = {}
+    lacking: list[str] = []
+    for name in names:
+        if name not in SETS and name not in SCOPES:
+            known = ", ".join((*SETS, *SCOPES))
+            fail(f"there is no scope {name!r}; there are: {known}", as_json=as_json)
+        for scope in SETS.get(name) or (SCOPES[name],):
+            try:
+                scheduler(scope.config)
+            except ConfigError as error:
+                if name not in SETS:
+                    fail(f"scope {name!r}: {error}", as_json=as_json)
+                lacking.append(scope.name)
+            else:
+                scopes[scope.name] = scope
+    return list(scopes.values()), lacking
+
+
+def _explore(
+    made: Explorer,
+    kept: _Kept,
+    seen: set[str],
+    max_depth: int | None,
+    advance: Callable[[int], None],
+) -> None:
+    """Explores one scope, and keeps what is found, also when interrupted."""
+    seconds = kept.resume(made)
+    started = saved = time.monotonic()
+
+    def keep() -> None:
+        left = made.frontier and (max_depth is None or made.frontier[0].depth < max_depth)
+        result = Explored(
+            scope=made.scope.name,
+            states=len(made.graph.numbers),
+            transitions=made.transitions,
+            depth=made.depth,
+            complete=not made.frontier,
+            findings=tuple(made.findings),
+            seconds=seconds + time.monotonic() - started,
+        )
+        kept.save(result, seen, made if left and not made.findings else None)
+
+    try:
+        while made.frontier and len(made.findings) < MOST_FINDINGS:
+            if max_depth is not None and made.frontier[0].depth >= max_depth:
+                break
+            if made.findings and made.frontier[0].depth > made.depth:
+                # All that are as near as the first have been found.
+                break
+            made.expand()
+            if len(made.graph.moves) % LOOK_EVERY:
+                continue
+            advance(len(made.graph.numbers))
+            if kept.path is not None and time.monotonic() - saved > SAVED_EVERY:
+                keep()
+                saved = time.monotonic()
+    finally:
+        keep()
+
+
+# --- What is kept -----------------------------------------------------------------------------
+
+
+class CheckpointError(ValueError):
+    """A file from which exploring can't go on. Its text says why."""
+
+
+class _Kept:
+    """What was found, in a file if one was given.
+
+    It is a pickle, which is as trustworthy as whoever wrote it: a file of one's own.
+
+    Attributes:
+        path: The file.
+        asked: What was asked for. A file that was made for something else is refused.
+        done: For each scope that was begun, by its name, what was found.
+        seen: Rules that mattered.
+    """
+
+    def __init__(self, path: Path | None, asked: tuple[Any, ...]) -> None:
+        self.path = path
+        self.asked = (_FORMAT, _digest_of_code(), *asked)
+        self.done: dict[str, Explored] = {}
+        self.seen: set[str] = set()
+        self._begun: tuple[str, dict[str, Any]] | None = None
+        self._seconds = 0.0
+
+    def load(self) -> None:
+        """Reads the file, if there is one.
+
+        Raises:
+            CheckpointError: It is none of ours, or was made for something else.
+            OSError: It can't be read.
+        """
+        if self.path is None or not self.path.exists():
+            return
+        try:
+            asked, done, seen, begun = pickle.loads(self.path.read_bytes())  # noqa: S301 - our own
+        except (pickle.UnpicklingError, ValueError, TypeError, EOFError, AttributeError) as error:
+            raise CheckpointError(f"{self.path} is no checkpoint; choose another file") from error
+        if asked != self.asked:
+            raise CheckpointError(
+                f"{self.path} was made by other code or for other options; choose another file"
+            )
+        self.done, self.seen, self._begun = done, seen, begun
+        if begun is not None:
+            self._seconds = self.done.pop(begun[0]).seconds
+
+    def resume(self, made: Explorer) -> float:
+        """Goes on with a scope that was begun; for how many seconds it was explored before."""
+        begun, self._begun = self._begun, None
+        if begun is None or begun[0] != made.scope.name:
+            return 0.0
+        made.resume(begun[1])
+        return self._seconds
+
+    def save(self, result: Explored, seen: set[str], unfinished: Explorer | None) -> None:
+        """Notes what was found in a scope, and writes the file, whole or not at all."""
+        self.done[result.scope] = result
+        if self.path is None:
+            return
+        begun = (result.scope, unfinished.saved()) if unfinished is not None else None
+        new = self.path.with_name(f"{self.path.name}.new")
+        new.write_bytes(pickle.dumps((self.asked, self.done, seen, begun)))
+        new.replace(self.path)
+
+
+_FORMAT = "mustfit explore 1"
+
+
+def _digest_of_code() -> str:
+    """Changes whenever what is explored, or how, does."""
+    files = [Path(module.__file__ or "") for module in (explorer, invariants)]
+    for package in (mustfit_spec, mustfit_impl):
+        files += sorted(Path(package.__file__ or "").parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+# --- What is said -----------------------------------------------------------------------------
+
+
+def _save(results: tuple[Explored, ...], folder: Path, *, as_json: bool) -> dict[str, list[Path]]:
+    """For each scope, where the ways to its findings were saved."""
+    try:
+        return {
+            result.scope: [
+                save_scenario(finding.scenario, f"explore-{result.scope}", folder)
+                for finding in result.findings
+            ]
+            for result in results
+        }
+    except OSError as error:
+        fail(
+            f"the cases could not be saved in {folder}: {error.strerror}; see --cases",
+            as_json=as_json,
+        )
+
+
+def _rate(results: tuple[Explored, ...]) -> float:
+    seconds = sum(result.seconds for result in results)
+    return sum(result.transitions for result in results) / max(seconds, 1e-9)
+
+
+def _as_json(
+    revision: str,
+    scopes: list[Scope],
+    results: tuple[Explored, ...],
+    files: dict[str, list[Path]],
+    never: list[str],
+) -> dict[str, Any]:
+    complete = len(results) == len(scopes) and all(result.complete for result in results)
+    return {
+        "revision": revision,
+        "scope": [scope.name for scope in scopes],
+        "states": sum(result.states for result in results),
+        "transitions": sum(result.transitions for result in results),
+        "depth": max((result.depth for result in results), default=0),
+        "complete": complete,
+        "divergences": [
+            {
+                "scope": result.scope,
+                "what": finding.what,
+                "case": str(file),
+                "operations": len(finding.scenario.operations),
+            }
+            for result in results
+            for finding, file in zip(result.findings, files[result.scope], strict=True)
+        ],
+        "transitions_per_second": round(_rate(results)),
+        "scopes": [
+            {
+                "name": result.scope,
+                "states": result.states,
+                "transitions": result.transitions,
+                "depth": result.depth,
+                "complete": result.complete,
+                "seconds": round(result.seconds, 3),
+            }
+            for result in results
+        ],
+        "never_exercised": never,
+    }
+
+
+def _show(
+    revision: str,
+    results: tuple[Explored, ...],
+    files: dict[str, list[Path]],
+    lacking: list[str],
+    never: list[str],
+    repeat: str,
+) -> None:
+    console = PlainConsole(emoji=False)
+    table = Table(box=None)
+    table.add_column("scope")
+    for title in ("states", "transitions", "depth", "seconds"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for result in results:
+        table.add_row(
+            result.scope,
+            f"{result.states:,}",
+            f"{result.transitions:,}",
+            str(result.depth),
+            f"{result.seconds:.1f}",
+            "complete" if result.complete else "not complete",
+        )
+    console.print(table)
+    for result in results:
+        for finding, file in zip(result.findings, files[result.scope], strict=True):
+            steps = len(finding.scenario.operations)
+            console.print(
+                f"{result.scope}: {finding.what}, after {steps} operations: {file}", markup=False
+            )
+    if lacking:
+        console.print(f"not in this revision: {', '.join(lacking)}", markup=False)
+    if never:
+        console.print(f"rules that never mattered: {', '.join(never)}", markup=False)
+    found = sum(len(result.findings) for result in results)
+    states = sum(result.states for result in results)
+    transitions = sum(result.transitions for result in results)
+    console.print(
+        f"revision {revision}: {states:,} states, {transitions:,} transitions, {found} findings; "
+        f"{_rate(results):,.0f} transitions a second",
+        markup=False,
+    )
+    console.print(f"repeat with: {repeat}", markup=False, soft_wrap=True)
+
+
+def _repeat(release: str, names: tuple[str, ...], max_depth: int | None, mutant: str | None) -> str:
+    words = ["mustfit", "explore", "--against", release]
+    for name in names:
+        words += ["--scope", name]
+    if max_depth is not None:
+        words += ["--max-depth", str(max_depth)]
+    if mutant is not None:
+        words += ["--mutant", mutant]
+    return shlex.join(words)

@@ -18,6 +18,7 @@ from mustfit_checks.explore import FAILED, STEP, Explorer, Move, Scope, key_of, 
 from mustfit_checks.invariants import STATE_PROMISES, broken_by_state
 from mustfit_checks.mutants import MUTANTS
 from mustfit_checks.scopes import DEFAULT, LARGE
+from mustfit_checks.walks import walks
 from mustfit_impl import Scheduler as Implementation
 from mustfit_spec import (
     REVISIONS,
@@ -134,6 +135,20 @@ def test_large_scopes_are_larger() -> None:
     for scope, large in zip(DEFAULT, LARGE, strict=True):
         assert large.config.num_gpu_blocks > scope.config.num_gpu_blocks
         assert large.max_requests > scope.max_requests
+
+
+@pytest.mark.parametrize("longest", [1, 20, 400])
+def test_walks_take_every_transition(longest: int) -> None:
+    graph = explored(TINY).graph
+    left = {(number, move) for number, moves in enumerate(graph.moves) for move, _ in moves}
+    for walk in walks(graph, longest=longest):
+        number, new = 0, 0
+        for move in walk:
+            new += (number, move) in left
+            left.discard((number, move))
+            number = dict(graph.moves[number])[move]
+        assert new, "a walk without anything new"
+    assert not left
 
 
 # --- What is wrong is found ---------------------------------------------------------------------

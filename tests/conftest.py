@@ -40,7 +40,7 @@ DEFAULT_RELEASES = "0.22.1,0.33.0"
 
 #: For each profile of the stateful machines, examples in a round and operations in an example. The
 #: Hypothesis profiles are called ``machines-quick`` and so on: it has a ``ci`` of its own.
-MACHINES = {"quick": (250, 40), "ci": (1000, 50), "soak": (500, 60)}
+MACHINES = {"quick": (200, 40), "ci": (1000, 50), "soak": (500, 60)}
 for _name, (_examples, _operations) in MACHINES.items():
     settings.register_profile(
         f"machines-{_name}",

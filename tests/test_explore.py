@@ -116,7 +116,7 @@ def test_the_ways_are_the_shortest() -> None:
             assert target == FAILED or depths[target] <= depths[number] + 1
 
 
-@pytest.mark.parametrize("revision", REVISIONS)
+@pytest.mark.parametrize("revision", ["0.21.0", "0.28.0", "0.33.0"])
 def test_the_default_scope_makes_every_rule_matter(revision: str) -> None:
     """As far as a few seconds go; the whole of it is what the command is for."""
     scheduler, seen = watched(REVISIONS[revision])

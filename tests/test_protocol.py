@@ -7,6 +7,7 @@ import functools
 import io
 import itertools
 import json
+import statistics
 import timeit
 import types
 import typing
@@ -666,6 +667,11 @@ def test_a_trace_is_read_quickly() -> None:
         if s.num_steps == 20
     )
     line = encode(run(scenario, scheduler(scenario.config)))
+
+    def seconds(call: Callable[[bytes], object], one: bytes) -> float:
+        return timeit.Timer(functools.partial(call, one)).timeit(number=10)
+
+    # In terms of something that takes as long on the same machine, at the same moment.
     for one in (line, line.replace(b'"r0"', b'"req:0"')):
-        timer = timeit.Timer(functools.partial(decode_trace, one))
-        assert min(timer.repeat(repeat=10, number=20)) / 20 < 300e-6
+        ratios = [seconds(decode_trace, one) / seconds(json.loads, one) for _ in range(31)]
+        assert statistics.median(ratios) < 8

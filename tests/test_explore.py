@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import attrs
 import pytest
 from click.testing import CliRunner, Result
 
-from mustfit_checks import explore_cli
 from mustfit_checks.cli import main
 from mustfit_checks.exercise import watched
-from mustfit_checks.explore import FAILED, STEP, Explorer, Move, Scope, key_of, scenario_of
+from mustfit_checks.explore import FAILED, Explorer, key_of_both, scenario_of
 from mustfit_checks.invariants import STATE_PROMISES, broken_by_state
+from mustfit_checks.moves import STEP, Move, Scope
 from mustfit_checks.mutants import MUTANTS
 from mustfit_checks.scopes import DEFAULT, LARGE
+from mustfit_checks.sides import ImplementationSide, Side, SpecificationSide
 from mustfit_checks.walks import walks
 from mustfit_impl import Scheduler as Implementation
 from mustfit_spec import (
@@ -28,7 +30,6 @@ from mustfit_spec import (
     RequestStatus,
     Scheduler,
     State,
-    initial_state,
     rules_of,
     run,
 )
@@ -48,13 +49,13 @@ def explored(
     *,
     revision: str = "0.33.0",
     scheduler: type[Scheduler] | None = None,
-    implementation: Any = Implementation,
+    other: Callable[[Config, str], Side] = ImplementationSide,
 ) -> Explorer:
     explorer = Explorer(
         scope=scope,
         revision=revision,
         scheduler=scheduler or REVISIONS[revision],
-        implementation=implementation,
+        other=other,
     )
     while explorer.frontier and not explorer.findings:
         explorer.expand()
@@ -70,26 +71,14 @@ def explore(*words: str) -> Result:
 
 def key_after(scope: Scope, way: tuple[Move, ...]) -> bytes:
     """The key of the state that a way leads to, made by operations, one after the other."""
-    scheduler = REVISIONS["0.33.0"](scope.config)
-    scenario = scenario_of(scope, scheduler, list(way))
-    state = initial_state(scope.config)
-    implementation = Implementation(config=scope.config, revision="0.33.0", refuse_overlong=False)
+    scenario = scenario_of(scope, REVISIONS["0.33.0"](scope.config), way)
+    specification = SpecificationSide(REVISIONS["0.33.0"](scope.config))
+    implementation = ImplementationSide(scope.config, "0.33.0")
     for operation in scenario.operations:
-        preempt = operation.reset_running_requests
-        if operation.op == "step":
-            state, _ = scheduler.step(state)
-            implementation.step()
-        elif operation.op == "add":
-            given = scenario.request(str(operation.request_id))
-            state = scheduler.add_request(state, given)
-            implementation.add_request(given)
-        elif operation.op == "abort":
-            state = scheduler.abort(state, str(operation.request_id))
-            implementation.abort(str(operation.request_id))
-        else:
-            state = scheduler.reset_prefix_cache(state, reset_running_requests=preempt)
-            implementation.reset_prefix_cache(reset_running_requests=preempt)
-    return key_of(scope, state, implementation)
+        given = scenario.request(str(operation.request_id)) if operation.op == "add" else None
+        specification.apply(operation, given)
+        implementation.apply(operation, given)
+    return key_of_both(scope, specification.state, implementation)
 
 
 def test_every_sequence_of_moves_ends_in_a_state_that_was_reached() -> None:
@@ -99,7 +88,7 @@ def test_every_sequence_of_moves_ends_in_a_state_that_was_reached() -> None:
     for way, number in ways:
         assert explorer.graph.numbers[key_after(TINY, way)] == number
         if len(way) < 6:
-            ways += [((*way, move), target) for move, target in explorer.graph.moves[number]]
+            ways += [((*way, t.move), t.target) for t in explorer.graph.transitions[number]]
     assert len(ways) > 400
 
 
@@ -111,8 +100,8 @@ def test_the_ways_are_the_shortest() -> None:
         assert len(explorer.graph.way_to(number)) == depths[number]
     assert depths == sorted(depths)
     assert explorer.depth == depths[-1]
-    for number, moves in enumerate(explorer.graph.moves):
-        for _, target in moves:
+    for number, transitions in enumerate(explorer.graph.transitions):
+        for _, target, _ in transitions:
             assert target == FAILED or depths[target] <= depths[number] + 1
 
 
@@ -125,7 +114,7 @@ def test_the_default_scope_makes_every_rule_matter(revision: str) -> None:
             explorer = Explorer(scope=scope, revision=revision, scheduler=scheduler)
         except ConfigError:
             continue
-        while explorer.frontier and len(explorer.graph.moves) < 400:
+        while explorer.frontier and len(explorer.graph.transitions) < 400:
             explorer.expand()
         assert not explorer.findings
     assert not rules_of(REVISIONS[revision]).keys() - seen
@@ -140,13 +129,13 @@ def test_large_scopes_are_larger() -> None:
 @pytest.mark.parametrize("longest", [1, 20, 400])
 def test_walks_take_every_transition(longest: int) -> None:
     graph = explored(TINY).graph
-    left = {(number, move) for number, moves in enumerate(graph.moves) for move, _ in moves}
+    left = {(n, t.move) for n, transitions in enumerate(graph.transitions) for t in transitions}
     for walk in walks(graph, longest=longest):
         number, new = 0, 0
         for move in walk:
             new += (number, move) in left
             left.discard((number, move))
-            number = dict(graph.moves[number])[move]
+            number = next(t.target for t in graph.transitions[number] if t.move == move)
         assert new, "a walk without anything new"
     assert not left
 
@@ -180,8 +169,12 @@ class WrongImplementation(Implementation):
         super()._free(request)
 
 
+class WrongSide(ImplementationSide):
+    implementation = WrongImplementation
+
+
 def test_a_wrong_implementation_is_found() -> None:
-    explorer = explored(DEFAULT[0], implementation=WrongImplementation)
+    explorer = explored(DEFAULT[0], other=WrongSide)
     assert explorer.findings[0].what == "specification and implementation differ"
 
 
@@ -245,7 +238,7 @@ def test_the_command_says_what_it_reached() -> None:
     assert said["revision"] == "0.33.0"
     assert said["scope"] == ["threshold"]
     assert said["states"] == len(explorer.graph.numbers)
-    assert said["transitions"] == explorer.transitions
+    assert said["transitions"] == explorer.num_transitions
     assert said["depth"] == explorer.depth
     assert said["complete"] is True
     assert said["divergences"] == []
@@ -336,4 +329,3 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "is no checkpoint; choose another file" in result.stderr
     assert file.read_text() == "dear diary"
-    assert explore_cli.SETS["default"] is DEFAULT

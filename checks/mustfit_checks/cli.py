@@ -31,10 +31,12 @@ from mustfit_checks.measured import UnknownRelease, measurements
 from mustfit_checks.mutants import MUTANTS
 from mustfit_checks.protocol import ProtocolError, json_schema, read_scenarios
 from mustfit_checks.replay_cli import replay
+from mustfit_checks.scopes import UnknownScope, chosen
 from mustfit_checks.sut import Limits, SutError
 from mustfit_checks.vllm_setup import SetupError
+from mustfit_checks.walks import NotSound, scenarios_of
 from mustfit_checks.what import KINDS, SOURCE, UnknownSut, What, start, what
-from mustfit_spec import REVISIONS, ConfigError, Profile, Scenario, rules_of
+from mustfit_spec import REVISIONS, ConfigError, Profile, Scenario, Scheduler, rules_of
 
 
 def entry() -> None:
@@ -100,6 +102,14 @@ def main() -> None:
     help="Judge by the scenarios of this file instead; may be given more than once.",
 )
 @click.option(
+    "--scope",
+    "scopes",
+    metavar="NAME",
+    multiple=True,
+    help="Judge by walks through every state of a small scope instead: `default`, `large`, or one "
+    "of theirs (see `mustfit explore`); may be given more than once.",
+)
+@click.option(
     "--cases",
     "folder",
     type=click.Path(path_type=Path, file_okay=False),
@@ -137,6 +147,7 @@ def judge(
     seed: int,
     first: int,
     case_files: tuple[Path, ...],
+    scopes: tuple[str, ...],
     folder: Path,
     stop_after: int,
     timeout: float,
@@ -155,15 +166,22 @@ def judge(
     except (UnknownSut, UnknownRelease) as error:
         fail(str(error), as_json=as_json)
     profile = profile or ("decisions" if name.startswith("cmd:") else "identity")
-    if case_files:
-        total, judged_by = None, _checked(_read(case_files), asked)
-    else:
-        total = count
-        judged_by = scenarios(seed=seed, count=count, lacks=asked.revision.lacks, start=first)
+    if case_files and scopes:
+        fail("--case and --scope each say what to judge by; give one of them", as_json=as_json)
     try:
+        judged_by: Iterator[Scenario]
+        if case_files:
+            total, judged_by = None, _checked(_read(case_files), asked)
+        elif scopes:
+            total, judged_by = None, _walks(scopes, asked.revision)
+        else:
+            total = count
+            judged_by = scenarios(seed=seed, count=count, lacks=asked.revision.lacks, start=first)
         result = _judge(
             asked, profile, source, timeout, stop_after, judged_by, total, any_release=bool(against)
         )
+    except UnknownScope as error:
+        fail(str(error), as_json=as_json)
     except (SetupError, SutError) as error:
         fail(str(error), as_json=as_json)
     files, notes = _save(result, folder)
@@ -175,7 +193,7 @@ def judge(
             revision=asked.revision,
             files=files,
             notes=notes,
-            repeat=_repeat(asked, profile, source, seed, first, count, case_files),
+            repeat=_repeat(asked, profile, source, seed, first, count, case_files, scopes),
             sampled=not case_files,
         )
         # "cmd:cat:" is no emoji.
@@ -226,6 +244,23 @@ def _checked(given: Iterator[Scenario], asked: What) -> Iterator[Scenario]:
         ) from error
     except OSError as error:
         raise BadScenario(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+def _walks(names: tuple[str, ...], revision: type[Scheduler]) -> Iterator[Scenario]:
+    """Walks through these scopes.
+
+    Raises:
+        UnknownScope: At once, if there is no such scope.
+    """
+    scopes, _ = chosen(names, revision)
+
+    def walks() -> Iterator[Scenario]:
+        try:
+            yield from scenarios_of(scopes, revision)
+        except NotSound as error:
+            raise BadScenario(str(error)) from error
+
+    return walks()
 
 
 def _judge(
@@ -304,6 +339,7 @@ def _repeat(
     first: int,
     count: int,
     case_files: tuple[Path, ...],
+    scopes: tuple[str, ...],
 ) -> str:
     words = ["mustfit", "judge", "--sut", asked.name]
     words += ["--against", asked.reference or asked.against]
@@ -312,7 +348,9 @@ def _repeat(
         words += ["--vllm-source", str(source)]
     for file in case_files:
         words += ["--case", str(file)]
-    if not case_files:
+    for scope in scopes:
+        words += ["--scope", scope]
+    if not case_files and not scopes:
         words += ["--seed", str(seed), "--scenarios", str(count)]
         words += ["--start", str(first)] if first else []
     return shlex.join(words)

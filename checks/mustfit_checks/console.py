@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -56,6 +57,30 @@ def progress(
             lambda message: bar.update(task, description=message),
             lambda done: bar.update(task, completed=done),
         )
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[Callable[[], None]]:
+    """An interrupt (Ctrl-C) waits until the function is called, which then raises it.
+
+    So it finds no work half done. A second one doesn't wait.
+    """
+    came: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, _: object) -> None:
+        came.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    def raise_it() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield raise_it
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 #: Seconds between two lines of progress where there is no terminal.

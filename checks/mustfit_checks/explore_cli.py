@@ -19,18 +19,25 @@ from rich.table import Table
 import mustfit_impl
 import mustfit_spec
 from mustfit_checks import explore as explorer
-from mustfit_checks import invariants
+from mustfit_checks import invariants, moves, show, sides
+from mustfit_checks import liveness as alive
 from mustfit_checks.cases import save_scenario
-from mustfit_checks.console import EXIT_CODES, PlainConsole, as_json, fail, progress
+from mustfit_checks.console import (
+    EXIT_CODES,
+    PlainConsole,
+    as_json,
+    fail,
+    interrupts_wait,
+    progress,
+)
 from mustfit_checks.exercise import watched
-from mustfit_checks.explore import Explorer, Finding, Scope
+from mustfit_checks.explore import Explorer, Finding
+from mustfit_checks.liveness import Liveness, Starvation
 from mustfit_checks.measured import measurements, newest_release, revision_for
+from mustfit_checks.moves import Scope
 from mustfit_checks.mutants import MUTANTS
-from mustfit_checks.scopes import DEFAULT, LARGE
-from mustfit_spec import ConfigError, Scheduler, rules_of
-
-SCOPES = {scope.name: scope for scope in (*DEFAULT, *LARGE)}
-SETS = {"default": DEFAULT, "large": LARGE}
+from mustfit_checks.scopes import UnknownScope, chosen
+from mustfit_spec import Scheduler, rules_of
 
 #: Seconds between two times that what was found is saved.
 SAVED_EVERY = 60.0
@@ -52,6 +59,7 @@ class Explored:
         complete: Whether there are no others.
         findings: What is wrong.
         seconds: How long it took.
+        liveness: Whether everybody ends, if there are no other states and nothing is wrong.
     """
 
     scope: str
@@ -61,6 +69,7 @@ class Explored:
     complete: bool
     findings: tuple[Finding, ...]
     seconds: float
+    liveness: Liveness | None = None
 
 
 @click.command(context_settings={"show_default": True})
@@ -112,9 +121,9 @@ def explore(
     """
     try:
         release, revision, scheduler = _asked(against, mutant)
-    except ValueError as error:
+        scopes, lacking = chosen(names, scheduler)
+    except (ValueError, UnknownScope) as error:
         fail(str(error), as_json=as_json)
-    scopes, lacking = _scopes(names, scheduler, as_json=as_json)
     kept = _Kept(checkpoint, (revision, mutant, max_depth, tuple(s.name for s in scopes)))
     try:
         kept.load()
@@ -123,13 +132,13 @@ def explore(
     observed, seen = watched(scheduler)
     seen |= kept.seen
     interrupted = False
-    with progress(None, what="states") as (say, advance):
+    with progress(None, what="states") as (say, advance), interrupts_wait() as interruptible:
         try:
             for scope in scopes:
                 if scope.name not in kept.done:
                     say(f"exploring {scope.name}")
                     made = Explorer(scope=scope, revision=revision, scheduler=observed)
-                    _explore(made, kept, seen, max_depth, advance)
+                    _explore(made, kept, seen, max_depth, advance, interruptible)
         except KeyboardInterrupt:
             interrupted = True
     results = tuple(kept.done.values())
@@ -165,48 +174,29 @@ def _asked(against: str | None, mutant: str | None) -> tuple[str, str, type[Sche
     return release, revision, MUTANTS[mutant].of(revision)
 
 
-def _scopes(
-    names: tuple[str, ...], scheduler: type[Scheduler], *, as_json: bool
-) -> tuple[list[Scope], list[str]]:
-    """The scopes that were asked for; and those of sets that the revision doesn't have."""
-    scopes: dict[str, Scope] = {}
-    lacking: list[str] = []
-    for name in names:
-        if name not in SETS and name not in SCOPES:
-            known = ", ".join((*SETS, *SCOPES))
-            fail(f"there is no scope {name!r}; there are: {known}", as_json=as_json)
-        for scope in SETS.get(name) or (SCOPES[name],):
-            try:
-                scheduler(scope.config)
-            except ConfigError as error:
-                if name not in SETS:
-                    fail(f"scope {name!r}: {error}", as_json=as_json)
-                lacking.append(scope.name)
-            else:
-                scopes[scope.name] = scope
-    return list(scopes.values()), lacking
-
-
 def _explore(
     made: Explorer,
     kept: _Kept,
     seen: set[str],
     max_depth: int | None,
     advance: Callable[[int], None],
+    interruptible: Callable[[], None],
 ) -> None:
     """Explores one scope, and keeps what is found, also when interrupted."""
     seconds = kept.resume(made)
     started = saved = time.monotonic()
 
-    def keep() -> None:
+    def keep(*, done: bool = False) -> None:
         left = made.frontier and (max_depth is None or made.frontier[0].depth < max_depth)
+        whole = done and not made.frontier and not made.findings
         result = Explored(
             scope=made.scope.name,
             states=len(made.graph.numbers),
-            transitions=made.transitions,
+            transitions=made.num_transitions,
             depth=made.depth,
             complete=not made.frontier,
             findings=tuple(made.findings),
+            liveness=alive.liveness(made) if whole else None,
             seconds=seconds + time.monotonic() - started,
         )
         kept.save(result, seen, made if left and not made.findings else None)
@@ -219,14 +209,15 @@ def _explore(
                 # All that are as near as the first have been found.
                 break
             made.expand()
-            if len(made.graph.moves) % LOOK_EVERY:
+            interruptible()
+            if len(made.graph.transitions) % LOOK_EVERY:
                 continue
             advance(len(made.graph.numbers))
             if kept.path is not None and time.monotonic() - saved > SAVED_EVERY:
                 keep()
                 saved = time.monotonic()
     finally:
-        keep()
+        keep(done=True)
 
 
 # --- What is kept -----------------------------------------------------------------------------
@@ -301,7 +292,7 @@ _FORMAT = "mustfit explore 1"
 
 def _digest_of_code() -> str:
     """Changes whenever what is explored, or how, does."""
-    files = [Path(module.__file__ or "") for module in (explorer, invariants)]
+    files = [Path(module.__file__ or "") for module in (explorer, invariants, moves, sides)]
     for package in (mustfit_spec, mustfit_impl):
         files += sorted(Path(package.__file__ or "").parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
@@ -334,7 +325,7 @@ def _rate(results: tuple[Explored, ...]) -> float:
 
 def _as_json(
     revision: str,
-    scopes: list[Scope],
+    scopes: tuple[Scope, ...],
     results: tuple[Explored, ...],
     files: dict[str, list[Path]],
     never: list[str],
@@ -366,6 +357,7 @@ def _as_json(
                 "depth": result.depth,
                 "complete": result.complete,
                 "seconds": round(result.seconds, 3),
+                "liveness": _liveness_as_json(result.liveness),
             }
             for result in results
         ],
@@ -373,11 +365,47 @@ def _as_json(
     }
 
 
+def _liveness_as_json(liveness: Liveness | None) -> dict[str, Any] | None:
+    if liveness is None:
+        return None
+    return {
+        "longest_drain_steps": liveness.longest_drain,
+        "starves_by_steps": _starvation_as_json(liveness.by_steps),
+        "starves_by_anything": _starvation_as_json(liveness.by_anything),
+    }
+
+
+def _starvation_as_json(found: Starvation | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "request": found.request_id,
+        "stem": show.operations(found.stem),
+        "cycle": show.operations(found.cycle),
+    }
+
+
+def _liveness_in_words(liveness: Liveness) -> str:
+    if liveness.by_steps is not None:
+        return f"starves, {_starvation_in_words(liveness.by_steps)}"
+    ends = f"by steps alone, everybody ends within {liveness.longest_drain}"
+    if liveness.by_anything is not None:
+        return f"{ends}; starves, {_starvation_in_words(liveness.by_anything)}"
+    return f"{ends}; whoever else comes and goes, everybody ends"
+
+
+def _starvation_in_words(found: Starvation) -> str:
+    return (
+        f"{found.request_id}: {show.operations(found.stem)}; "
+        f"and for ever: {show.operations(found.cycle)}"
+    )
+
+
 def _show(
     revision: str,
     results: tuple[Explored, ...],
     files: dict[str, list[Path]],
-    lacking: list[str],
+    lacking: tuple[str, ...],
     never: list[str],
     repeat: str,
 ) -> None:
@@ -403,6 +431,10 @@ def _show(
             console.print(
                 f"{result.scope}: {finding.what}, after {steps} operations: {file}", markup=False
             )
+    for result in results:
+        if result.liveness is not None:
+            told = f"{result.scope}: {_liveness_in_words(result.liveness)}"
+            console.print(told, markup=False, soft_wrap=True)
     if lacking:
         console.print(f"not in this revision: {', '.join(lacking)}", markup=False)
     if never:

@@ -5,12 +5,13 @@ Each is explored for every revision that has the fields which it sets.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
 
-from mustfit_checks.explore import Scope
-from mustfit_spec import Config, NewRequest
+from mustfit_checks.moves import Scope
+from mustfit_spec import Config, ConfigError, NewRequest, Scheduler
 
 GATE_OFF: dict[str, Any] = {"scheduler_reserve_full_isl": False}
 
@@ -39,7 +40,7 @@ STOPPING = kind("t", "01", "101", stop_token_ids=(0,), min_tokens=1)
 def _scope(
     name: str, kinds: tuple[NewRequest, ...] = KINDS, *, max_requests: int = 3, **fields: Any
 ) -> Scope:
-    """Three blocks of two tokens to hand out; one sequence as long as the model takes them all."""
+    """Three blocks of two tokens to hand out, which one sequence as long as the model takes up."""
     base: dict[str, Any] = {
         "num_gpu_blocks": 4,
         "block_size": 2,
@@ -95,6 +96,15 @@ DEFAULT: tuple[Scope, ...] = (
     ),
     _scope("beyond-the-model-gate-on", (LONGER, FORKING), max_requests=2, max_num_batched_tokens=8),
     _scope("stop-tokens", (STOPPING, SHORT), max_requests=2),
+    _scope("short-pool", num_gpu_blocks=3),
+    _scope("short-pool-gate-off", num_gpu_blocks=3, **GATE_OFF),
+    _scope(
+        "short-pool-no-caching",
+        (LONG, FORKING),
+        num_gpu_blocks=3,
+        enable_prefix_caching=False,
+        **GATE_OFF,
+    ),
 )
 
 
@@ -121,3 +131,36 @@ def _large(scope: Scope) -> Scope:
 
 #: What takes hours.
 LARGE: tuple[Scope, ...] = tuple(_large(scope) for scope in DEFAULT)
+
+SETS = {"default": DEFAULT, "large": LARGE}
+SCOPES = {scope.name: scope for scope in (*DEFAULT, *LARGE)}
+
+
+class UnknownScope(ValueError):
+    """There is no such scope. Its text is one line that says which there are."""
+
+
+def chosen(
+    names: Iterable[str], scheduler: type[Scheduler]
+) -> tuple[tuple[Scope, ...], tuple[str, ...]]:
+    """The scopes that are called so; and those of a set that the revision doesn't have.
+
+    Raises:
+        UnknownScope: One doesn't exist, or not in this revision.
+    """
+    scopes: dict[str, Scope] = {}
+    lacking: list[str] = []
+    for name in names:
+        if name not in SETS and name not in SCOPES:
+            known = ", ".join((*SETS, *SCOPES))
+            raise UnknownScope(f"there is no scope {name!r}; there are: {known}")
+        for scope in SETS.get(name) or (SCOPES[name],):
+            try:
+                scheduler(scope.config)
+            except ConfigError as error:
+                if name not in SETS:
+                    raise UnknownScope(f"scope {name!r}: {error}") from error
+                lacking.append(scope.name)
+            else:
+                scopes[scope.name] = scope
+    return tuple(scopes.values()), tuple(lacking)

@@ -7,9 +7,14 @@ to the nearest transition that wasn't taken yet, so that most of its operations 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from mustfit_checks.explore import FAILED, Graph, Move
+import attrs
+
+from mustfit_checks.attribute import revision_name
+from mustfit_checks.explore import FAILED, Explorer, Graph, Transition, scenario_of
+from mustfit_checks.moves import Move, Scope
+from mustfit_spec import Scenario, Scheduler
 
 #: Operations after which another walk is begun: what one scheduler is asked at once.
 LONGEST = 400
@@ -23,7 +28,7 @@ def walks(graph: Graph, *, longest: int = LONGEST) -> Iterator[list[Move]]:
         longest: Operations after which a walk ends, once it has taken something new.
     """
     # Taken from the end: what was found last in a state is done first.
-    left = [list(moves) for moves in graph.moves]
+    left = [list(transitions) for transitions in graph.transitions]
     remaining = sum(map(len, left))
     while remaining:
         walk: list[Move] = []
@@ -35,14 +40,46 @@ def walks(graph: Graph, *, longest: int = LONGEST) -> Iterator[list[Move]]:
             for move, target in way:
                 walk.append(move)
                 number = target
-            move, number = left[number].pop()
+            move, number, _ = left[number].pop()
             walk.append(move)
             remaining -= 1
         yield walk
 
 
+def scenarios_of(
+    scopes: Iterable[Scope],
+    scheduler: type[Scheduler],
+    *,
+    say: Callable[[str], None] = lambda _: None,
+) -> Iterator[Scenario]:
+    """Scenarios that take every transition of these scopes.
+
+    Raises:
+        NotSound: Exploring found something wrong.
+    """
+    for scope in scopes:
+        say(f"exploring {scope.name}")
+        explorer = Explorer(scope=scope, revision=revision_name(scheduler), scheduler=scheduler)
+        while explorer.frontier:
+            explorer.expand()
+        if explorer.findings:
+            what = explorer.findings[0].what
+            raise NotSound(f"scope {scope.name!r} can't be judged by: {what}; see mustfit explore")
+        say(
+            f"walking through {scope.name}: {len(explorer.graph.numbers):,} states, "
+            f"{explorer.num_transitions:,} transitions"
+        )
+        for number, walk in enumerate(walks(explorer.graph)):
+            scenario = scenario_of(scope, explorer.scheduler, walk)
+            yield attrs.evolve(scenario, scenario_id=f"{scope.name}-{number}")
+
+
+class NotSound(Exception):
+    """Specification and implementation differ in a scope. Its text is one line."""
+
+
 def _way_to_something_new(
-    graph: Graph, left: list[list[tuple[Move, int]]], start: int
+    graph: Graph, left: list[list[Transition]], start: int
 ) -> list[tuple[Move, int]] | None:
     """The shortest way to a state with a move that wasn't taken yet; ``None`` if there is none."""
     came: dict[int, tuple[int, Move]] = {}
@@ -59,7 +96,7 @@ def _way_to_something_new(
                 way.append((move, number))
                 number = before
             return way[::-1]
-        for move, target in graph.moves[number]:
+        for move, target, _ in graph.transitions[number]:
             if target not in came and target not in (start, FAILED):
                 came[target] = (number, move)
                 todo.append(target)

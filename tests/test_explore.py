@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from mustfit_checks.cli import main
 from mustfit_checks.exercise import watched
-from mustfit_checks.explore import FAILED, Explorer, key_of_both, scenario_of
+from mustfit_checks.explore import FAILED, Explorer, keys_of, scenario_of
 from mustfit_checks.invariants import STATE_PROMISES, broken_by_state
 from mustfit_checks.moves import STEP, Move, Scope
 from mustfit_checks.mutants import MUTANTS
@@ -69,8 +69,8 @@ def explore(*words: str) -> Result:
 # --- Everything is reached ----------------------------------------------------------------------
 
 
-def key_after(scope: Scope, way: tuple[Move, ...]) -> bytes:
-    """The key of the state that a way leads to, made by operations, one after the other."""
+def keys_after(scope: Scope, way: tuple[Move, ...]) -> tuple[bytes, bytes]:
+    """The keys of the state that a way leads to, made by operations, one after the other."""
     scenario = scenario_of(scope, REVISIONS["0.33.0"](scope.config), way)
     specification = SpecificationSide(REVISIONS["0.33.0"](scope.config))
     implementation = ImplementationSide(scope.config, "0.33.0")
@@ -78,7 +78,7 @@ def key_after(scope: Scope, way: tuple[Move, ...]) -> bytes:
         given = scenario.request(str(operation.request_id)) if operation.op == "add" else None
         specification.apply(operation, given)
         implementation.apply(operation, given)
-    return key_of_both(scope, specification.state, implementation)
+    return keys_of(scope, specification.state, implementation)
 
 
 def test_every_sequence_of_moves_ends_in_a_state_that_was_reached() -> None:
@@ -86,7 +86,7 @@ def test_every_sequence_of_moves_ends_in_a_state_that_was_reached() -> None:
     explorer = explored(TINY)
     ways: list[tuple[tuple[Move, ...], int]] = [((), 0)]
     for way, number in ways:
-        assert explorer.graph.numbers[key_after(TINY, way)] == number
+        assert explorer.graph.number_of(*keys_after(TINY, way)) == number
         if len(way) < 6:
             ways += [((*way, t.move), t.target) for t in explorer.graph.transitions[number]]
     assert len(ways) > 400
@@ -217,8 +217,8 @@ def test_states_that_differ_in_names_are_one() -> None:
     scope = DEFAULT[0]
     short, forking, gone = Move("add", 0), Move("add", 1), Move("abort")
 
-    def after(*way: Move) -> bytes:
-        return key_after(scope, way)
+    def after(*way: Move) -> tuple[bytes, bytes]:
+        return keys_after(scope, way)
 
     assert after(short) == after(forking, gone, short)
     assert after(short, STEP) == after(forking, gone, short, STEP)

@@ -84,13 +84,17 @@ class Graph:
     is no next state: ``FAILED`` stands for it.
 
     Attributes:
-        numbers: For each state, by its key, its number.
+        classes: For each state of the specification, by its key, a number of its own.
+        class_of: For each state, this number.
+        numbers: For each state, by this number and by what the other side remembers, its number.
         parents: For each state, from where it was reached first, and by which move.
         transitions: For each state that was expanded, in the order of their numbers, every move
             from it.
     """
 
-    numbers: dict[bytes, int] = attrs.field(factory=dict)
+    classes: dict[bytes, int] = attrs.field(factory=dict)
+    class_of: list[int] = attrs.field(factory=list)
+    numbers: dict[tuple[int, bytes], int] = attrs.field(factory=dict)
     parents: list[tuple[int, Move]] = attrs.field(factory=list)
     transitions: list[tuple[Transition, ...]] = attrs.field(factory=list)
 
@@ -102,13 +106,50 @@ class Graph:
             way.append(move)
         return way[::-1]
 
+    def number_of(self, state: bytes, other: bytes) -> int | None:
+        """The number of a state, by both sides' keys, if it has been reached."""
+        return self.numbers.get((self.classes.get(state, -1), other))
+
+    def add(self, state: bytes, other: bytes, parent: tuple[int, Move]) -> None:
+        """A new state was reached, from there."""
+        class_of = self.classes.setdefault(state, len(self.classes))
+        self.class_of.append(class_of)
+        self.numbers[class_of, other] = len(self.parents)
+        self.parents.append(parent)
+
+    def of_specification(self) -> Graph:
+        """The graph of the specification alone: what the other side remembers makes no state."""
+        representatives: dict[int, int] = {}
+        for number, class_of in enumerate(self.class_of):
+            representatives.setdefault(class_of, number)
+
+        def known(number: int) -> int:
+            return number if number == FAILED else self.class_of[number]
+
+        return Graph(
+            parents=[
+                (known(parent), move)
+                for parent, move in (self.parents[number] for number in representatives.values())
+            ],
+            transitions=[
+                tuple(
+                    Transition(move, known(target), places)
+                    for move, target, places in self.transitions[number]
+                )
+                for number in representatives.values()
+            ],
+        )
+
 
 _SAVED = ("graph", "frontier", "findings", "num_transitions", "depth")
 
 
-def key_of_both(scope: Scope, state: State, other: Side) -> bytes:
-    """Equal if and only if both sides differ only in names."""
-    return marshal.dumps((key_of(scope, state), other.remembered(scope)), _MARSHAL)
+def keys_of(scope: Scope, state: State, other: Side) -> tuple[bytes, bytes]:
+    """Equal if and only if both sides differ only in names: one for each side."""
+    return (
+        marshal.dumps(key_of(scope, state), _MARSHAL),
+        marshal.dumps(other.remembered(scope), _MARSHAL),
+    )
 
 
 #: The newest version that writes equal things equally: later ones refer to what is the same object.
@@ -219,11 +260,11 @@ class Explorer:
             for what in wrong:
                 self._found(*parent, what)
             return FAILED
-        key = key_of_both(self.scope, state, self.other)
-        number = self.graph.numbers.get(key)
+        keys = keys_of(self.scope, state, self.other)
+        number = self.graph.number_of(*keys)
         if number is None:
-            number = self.graph.numbers[key] = len(self.graph.parents)
-            self.graph.parents.append(parent)
+            number = len(self.graph.parents)
+            self.graph.add(*keys, parent)
             self.frontier.append(Node(state, self.other.saved(), num_added, depth))
         return number
 

@@ -88,15 +88,16 @@ class Liveness:
 
 def liveness(explorer: Explorer) -> Liveness:
     """What an explored graph says about liveness. It has to be whole."""
+    graph = explorer.graph.of_specification()
     return Liveness(
-        longest_drain=longest_drain(explorer.graph),
-        by_steps=_starvation(explorer, only_steps),
-        by_anything=_starvation(explorer, whatever_comes),
+        longest_drain=longest_drain(graph),
+        by_steps=_starvation(explorer, graph, only_steps),
+        by_anything=_starvation(explorer, graph, whatever_comes),
     )
 
 
-def _starvation(explorer: Explorer, allowed: Allowed) -> Starvation | None:
-    found = lasso(explorer.graph, allowed)
+def _starvation(explorer: Explorer, graph: Graph, allowed: Allowed) -> Starvation | None:
+    found = lasso(graph, allowed)
     if found is None:
         return None
     way = [*found.stem, *found.cycle]
@@ -136,7 +137,7 @@ def longest_drain(graph: Graph) -> int | None:
         on_the_way: set[int] = set()
         while number not in steps:
             target = next(t for t in graph.transitions[number] if t.move == STEP)
-            if not target.places:
+            if not target.places and target.target != FAILED:
                 steps[number] = 0
                 break
             if number in on_the_way:
@@ -161,7 +162,7 @@ def lasso(graph: Graph, allowed: Allowed) -> Lasso | None:
     components = _components(graph, allowed)
     spots = list(_on_a_cycle(graph, allowed, components))
     stems = _stems(graph, {spot.number for spot in spots})
-    for spot in sorted(spots, key=lambda spot: len(stems[spot.number])):
+    for spot in sorted(spots, key=lambda spot: (len(stems[spot.number]), spot)):
         stem = stems[spot.number]
         if best is not None and len(stem) + 1 >= len(best.stem) + len(best.cycle):
             break

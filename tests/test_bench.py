@@ -298,6 +298,8 @@ def test_what_was_measured_before_a_failure_is_not_lost(monkeypatch: pytest.Monk
         (("BAD",), ":1: "),
         (("--max-model-len", "10"), "input_length"),
         (("--max-num-batched-tokens", "3"), "max_num_batched_tokens"),
+        (("--num-gpu-blocks", "3"), "never fits"),
+        (("--step-ms", "inf"), "--step-ms"),
         (("--vllm", "0.0.1", "--limit", "2", "--no-growth"), "0.0.1"),
     ],
 )

@@ -79,6 +79,10 @@ BAD: dict[str, tuple[NewRequest | HashedRequest, str]] = {
         HashedRequest(request_id="x", num_prompt_tokens=7, hash_ids=(1, 2), max_tokens=1),
         "2 hash_ids for the 3 full blocks",
     ),
+    "a name can't be hashed": (
+        HashedRequest(request_id="x", num_prompt_tokens=2, hash_ids=([],), max_tokens=1),  # type: ignore[arg-type]
+        "hash_ids have to be hashable",
+    ),
 }
 
 
@@ -124,6 +128,32 @@ def test_a_prompt_as_long_as_the_model_is_taken_if_asked_for() -> None:
     scheduler = Scheduler(config=CONFIG, refuse_overlong=False)
     scheduler.add_request(new_request("x", prompt=32))
     assert scheduler.head() == "x"
+
+
+def test_tokens_and_names_may_be_given_as_lists() -> None:
+    def trace(kind: type[list[int] | tuple[int, ...]]) -> list[StepOutcome]:
+        scheduler = Scheduler(config=CONFIG)
+        for request_id in "ab":
+            scheduler.add_request(
+                NewRequest(
+                    request_id=request_id,
+                    prompt_token_ids=kind(range(5)),  # type: ignore[arg-type]
+                    sampled_token_ids=kind((7, 8)),  # type: ignore[arg-type]
+                    stop_token_ids=kind((9,)),
+                )
+            )
+            scheduler.add_request(
+                HashedRequest(
+                    request_id=f"hashed {request_id}",
+                    num_prompt_tokens=5,
+                    hash_ids=kind((1, 2)),
+                    max_tokens=2,
+                )
+            )
+        return [scheduler.step() for _ in range(3)]
+
+    assert trace(list) == trace(tuple)
+    assert trace(list)[0].num_cached_tokens["b"] == 4
 
 
 def test_an_empty_prompt_is_no_request() -> None:

@@ -449,6 +449,8 @@ def test_who_never_fits_ends_the_replay(trace: str) -> None:
         (("/",), "is a directory"),
         (("TRACE", "--max-num-batched-tokens", "5"), "max_num_batched_tokens"),
         (("TRACE", "--step-ms", "0"), "--step-ms"),
+        (("TRACE", "--step-ms", "nan"), "nan is not a finite number"),
+        (("TRACE", "--watermark", "nan"), "nan is not a finite number"),
         (("TRACE", "--plot", "picture.gif"), ".png"),
         (("EMPTY",), "holds no request"),
     ],

@@ -23,7 +23,7 @@ from mustfit_checks.replay import Clock
 from mustfit_checks.replay_cli import pool_options
 from mustfit_checks.synthetic import write_trace
 from mustfit_checks.vllm_setup import SetupError, set_up
-from mustfit_checks.work import Work, recorded
+from mustfit_checks.work import NeverEnds, Work, recorded
 from mustfit_impl import Config, ConfigError
 
 
@@ -144,7 +144,7 @@ def _plan_of(
         small = recorded(
             f"{len(few)} requests", few, config, clock, trace_block_size=trace_block_size
         )
-    except TraceLineError as error:
+    except (TraceLineError, NeverEnds) as error:
         fail(str(error), as_json=as_json)
     return work, small
 

@@ -6,7 +6,6 @@ Exit 0: conformant. 1: a divergence. 2: it could not be decided, with one clear 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import signal
@@ -23,7 +22,7 @@ import click
 from mustfit_checks import show
 from mustfit_checks.bench_cli import bench
 from mustfit_checks.cases import save, save_scenario
-from mustfit_checks.console import EXIT_CODES, PlainConsole, as_json, fail, progress
+from mustfit_checks.console import EXIT_CODES, FiniteRange, PlainConsole, as_json, fail, progress
 from mustfit_checks.explore_cli import explore
 from mustfit_checks.generate import scenarios
 from mustfit_checks.judge import BadScenario, Judge, Verdict
@@ -126,7 +125,7 @@ def main() -> None:
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=60.0,
     show_default=True,
     help="Seconds that the SUT has for each answer.",
@@ -159,8 +158,6 @@ def judge(
     Exit 0: conformant; 1: divergent, with the smallest case of each kind; 2: undecided.
     """
     name = sut_name or (f"vllm:{SOURCE}" if source is not None else "impl")
-    if not math.isfinite(timeout):
-        fail(f"--timeout takes seconds, not {timeout}", as_json=as_json)
     try:
         asked = what(name, against, source)
     except (UnknownSut, UnknownRelease) as error:

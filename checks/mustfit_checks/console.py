@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 from rich.console import Console
@@ -31,6 +32,21 @@ def fail(message: str, *, as_json: bool = False) -> NoReturn:
     if as_json:
         click.echo(json.dumps({"verdict": "undecided", "reason": message}))
     sys.exit(EXIT_CODES["undecided"])
+
+
+class FiniteRange(click.FloatRange):
+    """A number in some range; infinity and what is no number are in none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number.
+
+        Raises:
+            click.BadParameter: It is none, or not in the range.
+        """
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 class PlainConsole(Console):

@@ -133,6 +133,13 @@ class Replayed:
     seconds: float = 0.0
     timeline: Timeline | None = None
 
+    @property
+    def in_vain(self) -> str | None:
+        """Who can never be admitted, and how many wait for that, in one line."""
+        if self.starved is None:
+            return None
+        return f"{self.starved} never fits, and {self.left} requests wait for ever"
+
 
 class Replay:
     """A replay under way: what came of it can be looked at whenever it stops.

@@ -12,7 +12,7 @@ import attrs
 import click
 from rich.table import Table
 
-from mustfit_checks.console import EXIT_CODES, PlainConsole, as_json, fail, progress
+from mustfit_checks.console import EXIT_CODES, FiniteRange, PlainConsole, as_json, fail, progress
 from mustfit_checks.mooncake import TRACE_BLOCK_SIZE, TraceLineError, read
 from mustfit_checks.replay import Clock, Replay, Replayed, Timeline
 from mustfit_impl import NEWEST, REVISIONS, Config, ConfigError, Scheduler
@@ -56,7 +56,7 @@ def pool_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--step-ms",
-            type=click.FloatRange(0.001),
+            type=FiniteRange(0.001),
             default=10.0,
             help="How long a step takes, but for its tokens.",
         ),
@@ -85,7 +85,7 @@ def pool_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True)
 @click.option("--long-prefill-token-threshold", type=click.IntRange(0), default=0)
-@click.option("--watermark", type=click.FloatRange(0, 1, max_open=True), default=0.0)
+@click.option("--watermark", type=FiniteRange(0, 1, max_open=True), default=0.0)
 @click.option(
     "--all-at-once", is_flag=True, help="All requests are there at the start, whatever the trace."
 )
@@ -197,8 +197,8 @@ def _run(
         return "interrupted"
     if not result.requests:
         return f"{trace} holds no request"
-    if result.starved is not None:
-        return f"{result.starved} never fits, and {result.left} requests wait for ever"
+    if result.in_vain:
+        return result.in_vain
     return None
 
 

@@ -144,9 +144,14 @@ def recorded(
 
     Raises:
         TraceLineError: A request is too long.
+        NeverEnds: A request never fits.
     """
     scheduler = _Recording(config=config)
-    replay(iter(arrivals), scheduler=scheduler, clock=clock, trace_block_size=trace_block_size)
+    replayed = replay(
+        iter(arrivals), scheduler=scheduler, clock=clock, trace_block_size=trace_block_size
+    )
+    if replayed.in_vain:
+        raise NeverEnds(replayed.in_vain)
     return Work(
         name=name,
         config=config,
@@ -162,6 +167,10 @@ def recorded(
         ),
         operations=tuple(scheduler.operations),
     )
+
+
+class NeverEnds(ValueError):
+    """Some request can never be admitted. Its text is one line that says which."""
 
 
 class Decisions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import count
 from typing import Final
 
@@ -21,6 +21,10 @@ _uids = count()
 
 class RequestError(ValueError):
     """A request that the scheduler doesn't take. It has changed nothing."""
+
+
+def _names(given: Iterable[Hashable]) -> tuple[Hashable, ...]:
+    return tuple(given)
 
 
 @attrs.frozen(kw_only=True)
@@ -42,7 +46,7 @@ class HashedRequest:
 
     request_id: str = not_empty()
     num_prompt_tokens: int = at_least(1)
-    hash_ids: tuple[Hashable, ...] = ()
+    hash_ids: tuple[Hashable, ...] = attrs.field(default=(), converter=_names)
     max_tokens: int = at_least(1)
     priority: int = 0
     arrival_time: int = 0
@@ -172,7 +176,7 @@ def request_of(
     """The request that the scheduler keeps.
 
     Raises:
-        RequestError: Fewer names than full blocks of the prompt.
+        RequestError: Fewer names than full blocks of the prompt, or names that can't be hashed.
     """
     request: Request
     if isinstance(given, HashedRequest):
@@ -182,6 +186,12 @@ def request_of(
                 f"request {given.request_id!r}: {len(given.hash_ids)} hash_ids for the "
                 f"{num_full_blocks} full blocks of its prompt; give one for each"
             )
+        try:
+            hash(given.hash_ids)
+        except TypeError as error:
+            raise RequestError(
+                f"request {given.request_id!r}: hash_ids have to be hashable: {error}"
+            ) from error
         request = _HashedRequest(given, block_size)
         output_limit, minimum, stop_at = given.max_tokens, 0, NEVER
     else:

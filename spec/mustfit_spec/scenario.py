@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import attrs
@@ -18,9 +19,13 @@ def _not_empty(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
         raise ScenarioError(f"{attribute.name} must not be empty")
 
 
-def not_empty() -> Any:
+def not_empty(**given: Any) -> Any:
     """A field whose value must not be empty, which the JSON Schema shows as well."""
-    return attrs.field(validator=_not_empty, metadata={"not_empty": True})
+    return attrs.field(validator=_not_empty, metadata={"not_empty": True}, **given)
+
+
+def _tokens(given: Iterable[int]) -> tuple[int, ...]:
+    return tuple(given)
 
 
 @attrs.frozen(kw_only=True)
@@ -45,12 +50,12 @@ class NewRequest:
     """
 
     request_id: str = not_empty()
-    prompt_token_ids: tuple[int, ...] = not_empty()
-    sampled_token_ids: tuple[int, ...] = not_empty()
+    prompt_token_ids: tuple[int, ...] = not_empty(converter=_tokens)
+    sampled_token_ids: tuple[int, ...] = not_empty(converter=_tokens)
     max_tokens: int = at_least(0, default=0)
     min_tokens: int = at_least(0, default=0)
     eos_token_id: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_tokens)
     priority: int = 0
     arrival_time: int = 0
 

@@ -29,6 +29,7 @@ from mustfit_checks.judge import BadScenario, Judge, Verdict
 from mustfit_checks.measured import UnknownRelease, measurements
 from mustfit_checks.mutants import MUTANTS
 from mustfit_checks.protocol import ProtocolError, json_schema, read_scenarios
+from mustfit_checks.prove_cli import prove
 from mustfit_checks.replay_cli import replay
 from mustfit_checks.scopes import UnknownScope, chosen
 from mustfit_checks.sut import Limits, SutError
@@ -430,6 +431,7 @@ def schema() -> None:
 main.add_command(replay)
 main.add_command(bench)
 main.add_command(explore)
+main.add_command(prove)
 
 
 if __name__ == "__main__":

@@ -33,11 +33,10 @@ from mustfit_checks.console import (
 from mustfit_checks.exercise import watched
 from mustfit_checks.explore import Explorer, Finding
 from mustfit_checks.liveness import Liveness, Starvation
-from mustfit_checks.measured import measurements, newest_release, revision_for
 from mustfit_checks.moves import Scope
-from mustfit_checks.mutants import MUTANTS
 from mustfit_checks.scopes import UnknownScope, chosen
-from mustfit_spec import Scheduler, rules_of
+from mustfit_checks.what import asked_for
+from mustfit_spec import rules_of
 
 #: Seconds between two times that what was found is saved.
 SAVED_EVERY = 60.0
@@ -120,7 +119,7 @@ def explore(
     keep their promises; 1: they don't, with the shortest way there; 2: it could not be decided.
     """
     try:
-        release, revision, scheduler = _asked(against, mutant)
+        release, revision, scheduler = asked_for(against, mutant)
         scopes, lacking = chosen(names, scheduler)
     except (ValueError, UnknownScope) as error:
         fail(str(error), as_json=as_json)
@@ -154,24 +153,6 @@ def explore(
         where = f"; --checkpoint {checkpoint} goes on from here" if checkpoint else ""
         fail(f"interrupted with {left} of {len(scopes)} scopes to go{where}")
     sys.exit(EXIT_CODES["divergent" if any(r.findings for r in results) else "conformant"])
-
-
-def _asked(against: str | None, mutant: str | None) -> tuple[str, str, type[Scheduler]]:
-    """A release, its revision, and that or the wrong scheduler that was asked for.
-
-    Raises:
-        ValueError: There is no such release, or no such mutant of it.
-    """
-    release = (against or newest_release()).removeprefix("v")
-    scheduler = revision_for(release)
-    revision = measurements()[release].revision
-    if mutant is None:
-        return release, revision, scheduler
-    if mutant not in MUTANTS:
-        raise ValueError(f"there is no mutant {mutant!r}; `mustfit mutants` lists them")
-    if not MUTANTS[mutant].exists_in(revision):
-        raise ValueError(f"mutant {mutant!r} isn't wrong in revision {revision}")
-    return release, revision, MUTANTS[mutant].of(revision)
 
 
 def _explore(

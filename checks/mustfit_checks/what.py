@@ -10,7 +10,7 @@ import attrs
 
 import mustfit_impl as impl
 from mustfit_checks.attribute import mutant_trace, revision_name
-from mustfit_checks.measured import newest_release, revision_for
+from mustfit_checks.measured import measurements, newest_release, revision_for
 from mustfit_checks.mutants import MUTANTS
 from mustfit_checks.sut import InProcess, Limits, ProcessSut, Sut
 from mustfit_checks.vllm_setup import set_up, source_tree
@@ -114,3 +114,21 @@ def _answer(kind: str, rest: str, spec: type[Scheduler]) -> Callable[[Scenario],
     if rest:
         return lambda scenario: impl.run_in_strides(scenario, revision=revision).expand()
     return lambda scenario: impl.run(scenario, revision=revision)
+
+
+def asked_for(against: str | None, mutant: str | None) -> tuple[str, str, type[Scheduler]]:
+    """A release, its revision, and that or the wrong scheduler that was asked for.
+
+    Raises:
+        ValueError: There is no such release, or no such mutant of it.
+    """
+    release = (against or newest_release()).removeprefix("v")
+    scheduler = revision_for(release)
+    revision = measurements()[release].revision
+    if mutant is None:
+        return release, revision, scheduler
+    if mutant not in MUTANTS:
+        raise ValueError(f"there is no mutant {mutant!r}; `mustfit mutants` lists them")
+    if not MUTANTS[mutant].exists_in(revision):
+        raise ValueError(f"mutant {mutant!r} isn't wrong in revision {revision}")
+    return release, revision, MUTANTS[mutant].of(revision)

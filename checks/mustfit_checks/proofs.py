@@ -48,6 +48,9 @@ MODULES = (
 #: A case: symbolic values are made, the scheduler runs on them, and something is shown.
 Program = Callable[[], None]
 
+#: All cases of a check, for a scheduler's class.
+Cases = Callable[[type[Scheduler]], Iterator[Program]]
+
 
 @attrs.frozen(kw_only=True)
 class Check:
@@ -66,7 +69,7 @@ class Check:
     statement: str
     rules: tuple[str, ...]
     scope: str
-    cases: Callable[[type[Scheduler]], Iterator[Program]]
+    cases: Cases
     happens: tuple[str, ...]
 
 

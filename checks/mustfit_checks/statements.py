@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
-from mustfit_checks.proofs import Asking, Check, Program, asking, blocks_for
+from mustfit_checks.invariants import broken_by_state
+from mustfit_checks.proofs import Asking, Cases, Check, Program, asking, blocks_for
 from mustfit_checks.symbolic import (
     assume,
     both,
@@ -13,10 +14,13 @@ from mustfit_checks.symbolic import (
     implies,
     integer,
     least,
+    same,
     show,
     witness,
 )
+from mustfit_checks.worlds import Shape, shapes, waiting_loop
 from mustfit_spec import Scheduler
+from mustfit_spec.scheduler import Step
 
 #: Block sizes for which formulas are shown.
 BLOCK_SIZES = range(1, 65)
@@ -130,6 +134,81 @@ def _gate_implies_allocatable(scheduler: type[Scheduler], block_size: int, num_h
     witness("with nothing left", both(gate, new == left, new > 0))
 
 
+# --- The waiting loop -------------------------------------------------------------------------
+
+
+def _one_waits(show_it: Callable[[Scheduler, Step, Step], None]) -> Cases:
+    return partial(_loop, show_it, tuple(shapes((1, 2), 2)), 1)
+
+
+def _two_wait(show_it: Callable[[Scheduler, Step, Step], None]) -> Cases:
+    return partial(_loop, show_it, tuple(shapes((2,), 2)), 2)
+
+
+def _loop(
+    show_it: Callable[[Scheduler, Step, Step], None],
+    all_shapes: tuple[Shape, ...],
+    num_waiting: int,
+    scheduler: type[Scheduler],
+) -> Iterator[Program]:
+    for shape in all_shapes:
+        yield partial(_waited, show_it, shape, num_waiting, scheduler)
+
+
+def _waited(
+    show_it: Callable[[Scheduler, Step, Step], None],
+    shape: Shape,
+    num_waiting: int,
+    scheduler: type[Scheduler],
+) -> None:
+    made, before = waiting_loop(scheduler, shape, num_waiting)
+    after = made.schedule_waiting(before)
+    show_it(made, before, after)
+    admitted = len(after.num_cached_tokens)
+    witness(f"{admitted} of {num_waiting} admitted")
+    if admitted and after.num_cached_tokens[0][1]:
+        witness("a prefix hit")
+
+
+def _nobody_is_preempted(_: Scheduler, before: Step, after: Step) -> None:
+    show(same(after.preempted, before.preempted), "nobody is preempted")
+    ran = before.state.running
+    show(same(after.state.running[: len(ran)], ran), "who ran goes on")
+    for request_id in ran:
+        was, now = before.state.request(request_id), after.state.request(request_id)
+        show(same(was, now), "who ran is as before")
+    for number, tokens in after.num_scheduled_tokens:
+        show(tokens >= 1, f"{number} gets tokens")
+    show(after.token_budget >= 0, "the budget is kept")
+
+
+def _refusal_changes_nothing(_: Scheduler, before: Step, after: Step) -> None:
+    if not after.num_cached_tokens:
+        show(same(after, before), "a refusal changes nothing")
+
+
+def _head_hides_everybody(_: Scheduler, before: Step, after: Step) -> None:
+    admitted = tuple(request_id for request_id, _ in after.num_cached_tokens)
+    waiting = before.state.waiting
+    show(same(admitted, waiting[: len(admitted)]), "the first are admitted first")
+    show(same(after.state.waiting, waiting[len(admitted) :]), "all others keep their places")
+
+
+def _books_are_kept(scheduler: Scheduler, before: Step, after: Step) -> None:
+    show(same(broken_by_state(scheduler, before.state), []), "they were in order before")
+    show(same(broken_by_state(scheduler, after.state), []), "they are in order after")
+
+
+_LOOP_SCOPE = (
+    "one running request or none, its block table of 0 to {blocks} blocks, the others of up to "
+    "{blocks} in all free; {waiting} waiting, new or preempted, of the same tokens, whose first "
+    "block is cached, held or free, or isn't; block sizes {sizes}; prompts, outputs, budget, "
+    "threshold, seats, lookahead, watermark and max_model_len without a bound; the gate and "
+    "chunked prefill on and off; fcfs"
+)
+_ONE = _LOOP_SCOPE.format(blocks=2, waiting="one", sizes="1 and 2")
+_TWO = _LOOP_SCOPE.format(blocks=2, waiting="two", sizes="2")
+
 CHECKS: tuple[Check, ...] = (
     Check(
         name="gate-is-exact",
@@ -163,5 +242,40 @@ CHECKS: tuple[Check, ...] = (
         scope=_SCOPE,
         cases=_allocatable,
         happens=("with an inactive hit", "with an active hit", "with nothing left"),
+    ),
+    Check(
+        name="admission-preempts-nobody",
+        statement="No admission attempt, successful or not, preempts anybody or takes anything "
+        "from who runs.",
+        rules=("WAIT-BLOCKED", "WAIT-LOOP", "WAIT-GATE", "WAIT-ADMIT", "ALLOC-REFUSE"),
+        scope=_ONE,
+        cases=_one_waits(_nobody_is_preempted),
+        happens=("0 of 1 admitted", "1 of 1 admitted", "a prefix hit"),
+    ),
+    Check(
+        name="refusal-changes-nothing",
+        statement="A refused admission leaves the state as it was, bit for bit.",
+        rules=("ALLOC-REFUSE", "WAIT-BLOCKED", "WAIT-LOOP"),
+        scope=_ONE,
+        cases=_one_waits(_refusal_changes_nothing),
+        happens=("0 of 1 admitted",),
+    ),
+    Check(
+        name="admission-keeps-the-books",
+        statement="After an attempt, each block is still null, free or in tables, and in one of "
+        "these; reference counts are the numbers of tables; who waits holds nothing.",
+        rules=("ALLOC-TAKE", "ALLOC-REFUSE", "ALLOC-HEAD", "CACHE-TOUCH", "CACHE-EVICT"),
+        scope=_ONE,
+        cases=_one_waits(_books_are_kept),
+        happens=("0 of 1 admitted", "1 of 1 admitted", "a prefix hit"),
+    ),
+    Check(
+        name="blocked-head-hides-everybody",
+        statement="Who can't be admitted keeps the head of the queue, and nobody behind is "
+        "admitted; who is admitted comes from the head.",
+        rules=("WAIT-BLOCKED", "WAIT-LOOP", "WAIT-ADMIT"),
+        scope=_TWO,
+        cases=_two_wait(_head_hides_everybody),
+        happens=("0 of 2 admitted", "1 of 2 admitted", "2 of 2 admitted"),
     ),
 )

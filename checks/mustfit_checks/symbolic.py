@@ -68,7 +68,7 @@ class Path:
         self._solver = z3.Solver()
         self._solver.set("timeout", TIMEOUT)
         self._named: dict[str, Any] = {}
-        self._last: Any = None
+        self._example: Any = None
 
     def fresh(self, name: str, expression: Any) -> Any:
         """A variable of that name, which this way has only one of."""
@@ -79,27 +79,55 @@ class Path:
 
     def assume(self, condition: Any) -> None:
         """From here on, this holds."""
-        self._solver.add(_boolean(condition))
-        if not self._possible():
-            raise _NoPath
+        self._add(_boolean(condition))
 
     def decide(self, condition: Any) -> bool:
         """Whether a condition holds on this way."""
-        condition = z3.simplify(condition)
-        if z3.is_true(condition) or z3.is_false(condition):
-            return bool(z3.is_true(condition))
+        known = _known(condition)
+        if known is not None:
+            return bool(known)
         place, digest = len(self._answers), condition.hash()
         if place < len(self._given):
             asked, answer = self._given[place]
             if asked != digest:
                 raise RuntimeError("the program didn't do the same again")
         else:
-            answer = self._possible(condition)
-            if answer and self._possible(z3.Not(condition)):
-                self.alternatives.append((*self._answers, (digest, False)))
+            answer = self._decide_anew(condition, digest)
         self._answers.append((digest, answer))
-        self._solver.add(condition if answer else z3.Not(condition))
+        self._add(condition if answer else z3.Not(condition))
         return answer
+
+    def _decide_anew(self, condition: Any, digest: int) -> bool:
+        """Whether it can hold; if it can fail to, that is another way."""
+        # What one example says needs no question.
+        holds = z3.is_true(self.example().eval(condition, model_completion=True))
+        other = self._find(z3.Not(condition) if holds else condition)
+        if other is None:
+            return bool(holds)
+        self.alternatives.append((*self._answers, (digest, False)))
+        if not holds:
+            self._example = other
+        return True
+
+    def one_of(self, number: Any) -> int:
+        """A value of a number on this way; each is a way of its own."""
+        for _ in range(MOST_CASES):
+            place = len(self._answers)
+            if place < len(self._given):
+                # The value that was tried then is in the digest's place.
+                note, answer = self._given[place]
+                tried = -note - _TRIED
+            else:
+                value = self.example().eval(number, model_completion=True)
+                tried, answer = int(value.as_long()), True
+                note = -tried - _TRIED
+                if self._find(number != tried) is not None:
+                    self.alternatives.append((*self._answers, (note, False)))
+            self._answers.append((note, answer))
+            self._add(number == tried if answer else number != tried)
+            if answer:
+                return tried
+        raise Unknown(f"a number had to be split into more than {MOST_CASES} cases")
 
     def show(self, condition: Any, what: str) -> None:
         """Shows that a condition holds on this way.
@@ -107,56 +135,47 @@ class Path:
         Raises:
             Refuted: It doesn't.
         """
-        if self._possible(z3.Not(_boolean(condition))):
-            raise Refuted(what, self._values())
+        self.example()
+        against = self._find(z3.Not(_boolean(condition)))
+        if against is not None:
+            raise Refuted(what, self._values(against))
 
     def witness(self, what: str, condition: Any = ALWAYS) -> None:
         """Notes that something can happen on this way, if it can."""
-        if what not in self.witnesses and self._possible(_boolean(condition)):
-            self.witnesses[what] = self._values()
+        if what in self.witnesses:
+            return
+        example = self._find(_boolean(condition))
+        if example is not None:
+            self.witnesses[what] = self._values(example)
 
-    def _possible(self, *conditions: Any) -> bool:
+    def example(self) -> Any:
+        """Values for which this way is gone. Where there are none, it ends."""
+        if self._example is None:
+            self._example = self._find()
+            if self._example is None:
+                raise _NoPath
+        return self._example
+
+    def _add(self, condition: Any) -> None:
+        self._solver.add(condition)
+        example = self._example
+        if example is not None and not z3.is_true(example.eval(condition, model_completion=True)):
+            self._example = None
+
+    def _find(self, *conditions: Any) -> Any:
+        """Values for which all holds that was added, and these; ``None`` if there are none."""
         self.queries += 1
         answer = self._solver.check(*conditions)
         if answer == z3.unknown:
             raise Unknown(f"z3 gave up: {self._solver.reason_unknown()}")
-        if answer == z3.sat:
-            self._last = self._solver.model()
-        return bool(answer == z3.sat)
+        return self._solver.model() if answer == z3.sat else None
 
-    def _values(self) -> dict[str, int | bool]:
-        values = {n: self._last.eval(e, model_completion=True) for n, e in self._named.items()}
+    def _values(self, example: Any) -> dict[str, int | bool]:
+        values = {n: example.eval(e, model_completion=True) for n, e in self._named.items()}
         return {
             name: bool(z3.is_true(value)) if z3.is_bool(value) else int(value.as_long())
             for name, value in values.items()
         }
-
-    def one_of(self, number: Any) -> int:
-        """A value of a number on this way; each is a way of its own."""
-        for _ in range(MOST_CASES):
-            place = len(self._answers)
-            if place < len(self._given) and self._given[place][0] < 0:
-                # The value that was tried then is in the answer's place.
-                tried = -self._given[place][0] - _TRIED
-            else:
-                self._possible()
-                tried = int(self._last.eval(number, model_completion=True).as_long())
-            if self._is(number, tried):
-                return tried
-        raise Unknown(f"a number had to be split into more than {MOST_CASES} cases")
-
-    def _is(self, number: Any, tried: int) -> bool:
-        """Whether a number has this value on this way; the value is noted with the answer."""
-        place, note = len(self._answers), -tried - _TRIED
-        if place < len(self._given):
-            answer = self._given[place][1]
-        else:
-            answer = True
-            if self._possible(number != tried):
-                self.alternatives.append((*self._answers, (note, False)))
-        self._answers.append((note, answer))
-        self._solver.add(number == tried if answer else number != tried)
-        return answer
 
 
 #: Keeps noted values apart from digests, which aren't negative.
@@ -204,6 +223,7 @@ def every_path(program: Callable[[], None], covered: Covered) -> None:
         _paths.append(path)
         try:
             program()
+            path.example()
             covered.paths += 1
         except _NoPath:
             pass
@@ -265,15 +285,24 @@ def _boolean(value: Any) -> Any:
 
 def _int(expression: Any) -> Any:
     """A number; an ordinary one where it is known."""
-    expression = z3.simplify(expression)
-    return expression.as_long() if z3.is_int_value(expression) else Int(expression)
+    known = _known(expression)
+    return Int(expression) if known is None else known
 
 
 def _bool(expression: Any) -> Any:
-    expression = z3.simplify(expression)
-    if z3.is_true(expression) or z3.is_false(expression):
-        return bool(z3.is_true(expression))
-    return Bool(expression)
+    known = _known(expression)
+    return Bool(expression) if known is None else known
+
+
+def _known(expression: Any) -> int | bool | None:
+    """The value of an expression that is the same for all values of its variables.
+
+    The expression itself is left as it is: how z3 simplifies it may differ from run to run.
+    """
+    simple = z3.simplify(expression)
+    if z3.is_true(simple) or z3.is_false(simple):
+        return bool(z3.is_true(simple))
+    return int(simple.as_long()) if z3.is_int_value(simple) else None
 
 
 def _operator(work: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -73,6 +73,7 @@ def test_division_is_that_of_python(a: int, b: int) -> None:
         assume(x == a)
         show(same((x // b, x % b, -(-x // b)), (a // b, a % b, -(-a // b))), "the same")
         show(least(x, b) == min(a, b), "the smaller")
+        show(least(4, x, b) == least([b, x, 4]), "the smallest")
         show(greatest(x, b) == max(a, b), "the greater")
 
     assert covered(program).paths == 1

@@ -103,6 +103,8 @@ def prove(check: Check, scheduler: type[Scheduler]) -> Result:
         result, reason = "refuted", str(error)
     except Unknown as error:
         result, reason = "unknown", str(error)
+    except Exception as error:  # noqa: BLE001 - of a wrong scheduler, or of what isn't symbolic
+        result, reason = "unknown", f"it breaks: {error!r}"
     else:
         never = [what for what in check.happens if what not in covered.witnesses]
         if never:

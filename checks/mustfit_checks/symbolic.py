@@ -445,10 +445,15 @@ def _choice(
     given: tuple[Any, ...],
     more: dict[str, Any],
 ) -> Any:
+    if builtins.len(given) == 1:
+        given = tuple(given[0])
     if more or not _is_symbolic(*given):
-        return builtin(*given, **more)
-    a, b = map(_number, given)
-    return _int(z3.If(first(a, b), a, b))
+        return builtin(given, **more)
+    chosen = given[0]
+    for other in given[1:]:
+        a, b = _number(chosen), _number(other)
+        chosen = _int(z3.If(first(a, b), a, b))
+    return chosen
 
 
 def _whole(value: Any) -> Any:

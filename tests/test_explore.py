@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from mustfit_checks.explore import FAILED, Explorer, keys_of, scenario_of
 from mustfit_checks.invariants import STATE_PROMISES, broken_by_state
 from mustfit_checks.moves import STEP, Move, Scope
 from mustfit_checks.mutants import MUTANTS
-from mustfit_checks.scopes import DEFAULT, LARGE
+from mustfit_checks.scopes import DEFAULT, LARGE, SCOPES
 from mustfit_checks.sides import ImplementationSide, Side, SpecificationSide
 from mustfit_checks.walks import walks
 from mustfit_impl import Scheduler as Implementation
@@ -322,6 +325,32 @@ def test_interrupted_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert second[key] == whole[key]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signal there")
+def test_a_real_interrupt_leaves_nothing_half_done(tmp_path: Path) -> None:
+    """Ctrl-C again and again, whenever: in the end all is as if it had not been."""
+    checkpoint = tmp_path / "checkpoint"
+    words = ["explore", "--scope", "gate-on", "--json", "--cases", str(tmp_path / "cases")]
+    program = [sys.executable, "-m", "mustfit_checks.cli", *words, "--checkpoint", str(checkpoint)]
+    interrupts = 0
+    for delay in itertools.chain((1.0, 1.3, 1.7), itertools.repeat(60.0)):
+        process = subprocess.Popen(  # noqa: S603 - our own program
+            program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        try:
+            out, _ = process.communicate(timeout=delay)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate()
+            interrupts += process.returncode == 2
+        if process.returncode == 0:
+            break
+    assert interrupts
+    said, whole = json.loads(out), json.loads(explore(*words[1:]).stdout)
+    for key in ("states", "transitions", "depth", "divergences", "never_exercised", "complete"):
+        assert said[key] == whole[key]
+    assert said["scopes"][0]["liveness"] == whole["scopes"][0]["liveness"]
+
+
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("dear diary")
@@ -329,3 +358,45 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "is no checkpoint; choose another file" in result.stderr
     assert file.read_text() == "dear diary"
+
+
+# --- Leading others through it ------------------------------------------------------------------
+
+
+def judge(*words: str) -> Result:
+    return CliRunner().invoke(main, ["judge", *words])
+
+
+def test_others_are_judged_by_every_transition(tmp_path: Path) -> None:
+    result = judge("--scope", "short-pool-no-caching", "--json")
+    assert result.exit_code == 0
+    explorer = explored(SCOPES["short-pool-no-caching"])
+    steps = sum(t.move == STEP for moves in explorer.graph.transitions for t in moves)
+    assert json.loads(result.stdout)["steps"] >= steps
+    wrong = judge(
+        *("--sut", "mutant:requeued-at-tail", "--scope", "threshold", "--json"),
+        *("--cases", str(tmp_path)),
+    )
+    assert wrong.exit_code == 1
+    assert json.loads(wrong.stdout)["divergences"][0]["rule"] == "PREEMPT-REQUEUE"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--scope", "nowhere"), "there is no scope 'nowhere'"),
+        (("--scope", "threshold", "--case", "x.jsonl"), "give one of them"),
+        (("--against", "0.21.0", "--scope", "watermark"), "watermark does not exist"),
+    ],
+)
+def test_a_scope_that_makes_no_sense_is_refused(words: tuple[str, ...], why: str) -> None:
+    result = judge(*words)
+    assert result.exit_code == 2
+    assert why in result.stderr
+
+
+def test_nobody_is_judged_by_a_scope_in_which_we_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImplementationSide, "implementation", WrongImplementation)
+    result = judge("--scope", "gate-on")
+    assert result.exit_code == 2
+    assert "scope 'gate-on' can't be judged by: specification and implementation" in result.stdout

@@ -60,7 +60,7 @@ def scenarios_of(
     for scope in scopes:
         say(f"exploring {scope.name}")
         explorer = Explorer(scope=scope, revision=revision_name(scheduler), scheduler=scheduler)
-        while explorer.frontier:
+        while explorer.frontier and not explorer.findings:
             explorer.expand()
         if explorer.findings:
             what = explorer.findings[0].what

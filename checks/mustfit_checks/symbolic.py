@@ -217,6 +217,7 @@ def every_path(program: Callable[[], None], covered: Covered) -> None:
         Refuted: On one of them, what was to be shown doesn't hold.
         Unknown: It could not be decided.
     """
+    _values.clear()
     left: list[tuple[tuple[int, bool], ...]] = [()]
     while left:
         path = Path(left.pop())
@@ -299,10 +300,22 @@ def _known(expression: Any) -> int | bool | None:
 
     The expression itself is left as it is: how z3 simplifies it may differ from run to run.
     """
+    number = expression.get_id()
+    if number in _values:
+        return _values[number][1]
     simple = z3.simplify(expression)
+    value: int | bool | None = None
     if z3.is_true(simple) or z3.is_false(simple):
-        return bool(z3.is_true(simple))
-    return int(simple.as_long()) if z3.is_int_value(simple) else None
+        value = bool(z3.is_true(simple))
+    elif z3.is_int_value(simple):
+        value = int(simple.as_long())
+    _values[number] = expression, value
+    return value
+
+
+#: What ``_known`` has said, by the expressions' numbers, which are theirs as long as they are kept.
+#: The paths of a program have most of them in common.
+_values: dict[int, tuple[Any, int | bool | None]] = {}
 
 
 def _operator(work: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
